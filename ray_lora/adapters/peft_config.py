@@ -1,0 +1,202 @@
+"""`adapter_config.json` -> `PeftConfig`: every field is honoured, known to be irrelevant, or refused by name."""
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ray_lora.adapters.pattern_matcher import (
+    Pattern,
+    PatternError,
+    fullmatch_pattern,
+    layer_pattern,
+    match_names,
+    suffix_pattern,
+)
+from ray_lora.adapters.peft_fields import HONOURED, IRRELEVANT, REFUSED
+from ray_lora.config import MAX_RANK
+from ray_lora.errors import AdapterRejectedError
+
+CONFIG_FILE = "adapter_config.json"
+
+
+def reject(param: str, message: str) -> NoReturn:
+    """Raise AdapterRejectedError for a field of the configuration, a tensor or a file, whatever it calls itself."""
+    raise AdapterRejectedError(message, param[:200].encode("utf-8", "backslashreplace").decode())
+
+
+def show(value: object) -> str:
+    """A value for a message, cut to a readable length."""
+    text = repr(value)
+    return text if len(text) <= 100 else text[:97] + "..."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeftConfig:
+    """The part of a LoRA configuration that decides what is computed. PEFT's names and defaults."""
+
+    r: int = 8
+    lora_alpha: float = 8.0
+    use_rslora: bool = False
+    """The scale is `lora_alpha / sqrt(r)` instead of `lora_alpha / r`."""
+    target_modules: str | tuple[str, ...] = ("q_proj", "v_proj")
+    """A regular expression for whole module names, `all-linear`, or names and their suffixes (sorted).
+    The default is what PEFT infers, if the field is null, for every family that is served."""
+    exclude_modules: str | tuple[str, ...] = ()
+    """As `target_modules`; it wins over them."""
+    layers_to_transform: tuple[int, ...] = ()
+    """Empty is all layers."""
+    layers_pattern: tuple[str, ...] = ()
+    rank_pattern: tuple[tuple[str, int], ...] = ()
+    """(expression, rank) in the order of the file: the first that matches a module wins."""
+    alpha_pattern: tuple[tuple[str, float], ...] = ()
+    base_model_name: str | None = None
+    """What the trainer called the base model: shown in messages, never trusted."""
+
+    @property
+    def targets_all_linear(self) -> bool:
+        return isinstance(self.target_modules, str) and self.target_modules.lower() == "all-linear"
+
+    @property
+    def patterns(self) -> tuple[tuple[str, Pattern], ...]:
+        """(field, expression) of every regular expression."""
+        found = []
+        if isinstance(self.target_modules, str) and not self.targets_all_linear:
+            found.append(("target_modules", fullmatch_pattern(self.target_modules)))
+        if isinstance(self.exclude_modules, str):
+            found.append(("exclude_modules", fullmatch_pattern(self.exclude_modules)))
+        found += [("rank_pattern", suffix_pattern(key)) for key, _ in self.rank_pattern]
+        found += [("alpha_pattern", suffix_pattern(key)) for key, _ in self.alpha_pattern]
+        found += [("layers_pattern", layer_pattern(name)) for name in self.layers_pattern]
+        return tuple(found)
+
+    def match(self, names: tuple[str, ...]) -> dict[Pattern, dict[str, str]]:
+        """`match_names` of all expressions.
+
+        Raises:
+            AdapterRejectedError: naming the field whose expression does not compile or takes too long.
+        """
+        try:
+            return match_names([pattern for _, pattern in self.patterns], names)
+        except PatternError as error:
+            fields = [field for field, pattern in self.patterns if pattern in error.suspects]
+            blamed = " or ".join(dict.fromkeys(fields))
+            reject(fields[0], f"{blamed} is not a usable regular expression: {show(error.message)}")
+
+    def canonical(self) -> str:
+        """JSON of all that can change the result, and of nothing else; equal for files that differ in form only.
+
+        The patterns keep their order, because the first that matches wins.
+        """
+        meaning = asdict(self)
+        del meaning["base_model_name"]
+        return json.dumps(meaning, sort_keys=True)
+
+
+def read_peft_config(directory: Path) -> PeftConfig:
+    """Parse `adapter_config.json` in a directory.
+
+    Raises:
+        AdapterRejectedError: no such file, not a JSON object, or a field that cannot be honoured.
+    """
+    try:
+        raw = (directory / CONFIG_FILE).read_bytes()
+    except OSError as error:
+        reject(CONFIG_FILE, f"cannot read {CONFIG_FILE}: {error.strerror}")
+    try:
+        config = json.loads(raw.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        reject(CONFIG_FILE, f"{CONFIG_FILE} is not JSON: {show(str(error))}")
+    if not isinstance(config, dict):
+        reject(CONFIG_FILE, f"{CONFIG_FILE} must hold a JSON object, not {show(config)}")
+    return parse_peft_config(config)
+
+
+def parse_peft_config(config: dict[str, Any]) -> PeftConfig:
+    """Check every field.
+
+    Raises:
+        AdapterRejectedError: a field that changes the result and is not supported, an unknown field that is not off,
+            or a value of the wrong type or range; `param` is the field.
+    """
+    if "peft_type" not in config:
+        reject("peft_type", f"peft_type is missing; {REFUSED['peft_type'].remedy}")
+    for name, value in config.items():
+        if name in REFUSED:
+            if value not in REFUSED[name].harmless:
+                reject(name, f"{name} {show(value)} is not supported: {REFUSED[name].remedy}")
+        elif name not in HONOURED and name not in IRRELEVANT and value is not None and value is not False:
+            reject(name, f"unknown field {show(name)} is {show(value)} and may change the result; if not, remove it")
+    default = PeftConfig()
+    parsed = PeftConfig(
+        r=_rank("r", config.get("r", default.r)),
+        lora_alpha=_alpha("lora_alpha", config.get("lora_alpha", default.lora_alpha)),
+        use_rslora=_flag(config, "use_rslora"),
+        target_modules=_modules(config, "target_modules", default.target_modules),
+        exclude_modules=_modules(config, "exclude_modules", default.exclude_modules) or (),
+        layers_to_transform=_layers(config.get("layers_to_transform")),
+        layers_pattern=_names(config, "layers_pattern"),
+        rank_pattern=tuple((key, _rank("rank_pattern", value)) for key, value in _mapping(config, "rank_pattern")),
+        alpha_pattern=tuple((key, _alpha("alpha_pattern", value)) for key, value in _mapping(config, "alpha_pattern")),
+        base_model_name=str(config["base_model_name_or_path"]) if config.get("base_model_name_or_path") else None,
+    )
+    for name in ("layers_to_transform", "layers_pattern"):
+        if isinstance(parsed.target_modules, str) and getattr(parsed, name):
+            reject(name, f"{name} cannot be used when target_modules is a string; list the module names")
+    if parsed.layers_pattern and config.get("layers_to_transform") is None:
+        reject("layers_pattern", "layers_pattern needs layers_to_transform")
+    parsed.match(())
+    return parsed
+
+
+def _rank(field: str, value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_RANK:
+        reject(field, f"{field} must be a rank between 1 and {MAX_RANK}, not {show(value)}")
+    return value
+
+
+def _alpha(field: str, value: object) -> float:
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        try:
+            if math.isfinite(value):
+                return float(value)
+        except OverflowError:
+            pass
+    reject(field, f"{field} must be a finite number, not {show(value)}")
+
+
+def _flag(config: dict[str, Any], field: str) -> bool:
+    value = config.get(field)
+    if value is not None and not isinstance(value, bool):
+        reject(field, f"{field} must be true or false, not {show(value)}")
+    return bool(value)
+
+
+def _names(config: dict[str, Any], field: str) -> tuple[str, ...]:
+    value = config.get(field)
+    names = [] if value is None or value == "" else [value] if isinstance(value, str) else value
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        reject(field, f"{field} must be a string or a list of strings, not {show(value)}")
+    return tuple(names)
+
+
+def _modules(config: dict[str, Any], field: str, default: str | tuple[str, ...]) -> str | tuple[str, ...]:
+    value = config.get(field)
+    if value is None:
+        return default
+    return value if isinstance(value, str) else tuple(sorted(set(_names(config, field))))
+
+
+def _layers(value: object) -> tuple[int, ...]:
+    layers = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(isinstance(layer, int) and not isinstance(layer, bool) for layer in layers):
+        reject("layers_to_transform", f"layers_to_transform must be a layer or a list of layers, not {show(value)}")
+    return tuple(sorted(set(layers)))
+
+
+def _mapping(config: dict[str, Any], field: str) -> list[tuple[str, Any]]:
+    value = config.get(field)
+    if value is not None and not isinstance(value, dict):
+        reject(field, f"{field} must map module names to numbers, not {show(value)}")
+    return list((value or {}).items())

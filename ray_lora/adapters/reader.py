@@ -1,0 +1,80 @@
+"""From a path that a caller gave to an adapter that every rank may load.
+
+`inspect` copies, checks everything and answers a manifest; `read` gives the weights of a manifest. Most reads follow
+their inspection at once, so the weights of the last few inspections are kept until they are read.
+"""
+
+import os
+import threading
+from collections import OrderedDict
+from pathlib import Path
+
+from ray_lora.adapter import AdapterManifest
+from ray_lora.adapters.peft_weights import AdapterWeights, read_weights
+from ray_lora.adapters.store import AdapterStore
+from ray_lora.architecture import Architecture
+from ray_lora.errors import InvalidRequestError
+
+MAX_KEPT = 2
+
+
+class AdapterReader:
+    """Reads adapters for one base model. Safe to share between threads.
+
+    Args:
+        arch: the base model, which every tensor must fit.
+        store: where the private copies are kept.
+        max_lora_rank: adapters of a larger rank are refused.
+    """
+
+    def __init__(self, arch: Architecture, store: AdapterStore, max_lora_rank: int) -> None:
+        self.arch = arch
+        self.store = store
+        self.max_lora_rank = max_lora_rank
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[str, AdapterWeights] = OrderedDict()
+
+    def inspect(self, source: str) -> AdapterManifest:
+        """Copy an adapter to the store and check all of it. A refused adapter leaves nothing behind.
+
+        Raises:
+            NotFoundError: `source` does not exist; `param` is `lora_path`.
+            InvalidRequestError: `source` is not a directory, or may not be read; `param` is `lora_path`.
+            AdapterRejectedError: the adapter cannot be honoured; `param` is the field, file or tensor at fault.
+            CapacityError: the store's disk is full.
+        """
+        if not isinstance(source, str) or not source:
+            raise InvalidRequestError("lora_path must be the path of a local directory", "lora_path")
+        checked: list[AdapterWeights] = []
+        path = self.store.add(
+            Path(os.path.expanduser(source)),
+            check=lambda copy: checked.append(read_weights(copy, self.arch, self.max_lora_rank)),
+        )
+        (weights,) = checked
+        changed = {projection for _, projection in weights.modules}
+        self._keep(path.name, weights)
+        return AdapterManifest(
+            version=path.name,
+            path=str(path),
+            source=source,
+            rank=weights.rank,
+            modules=tuple(projection.name for projection in self.arch.projections if projection.name in changed),
+            num_bytes=weights.num_bytes,
+        )
+
+    def read(self, manifest: AdapterManifest) -> AdapterWeights:
+        """The weights of an inspected adapter, from memory if its inspection was among the last, else from the store.
+
+        Raises:
+            AdapterRejectedError: the copy in the store is gone or damaged.
+        """
+        with self._lock:
+            kept = self._kept.pop(manifest.version, None)
+        return kept or read_weights(Path(manifest.path), self.arch, self.max_lora_rank)
+
+    def _keep(self, version: str, weights: AdapterWeights) -> None:
+        with self._lock:
+            self._kept[version] = weights
+            self._kept.move_to_end(version)
+            while len(self._kept) > MAX_KEPT:
+                self._kept.popitem(last=False)

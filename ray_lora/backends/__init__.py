@@ -1,0 +1,1 @@
+"""Facts about a device, one file each: memory, collectives, and which kernels it has."""

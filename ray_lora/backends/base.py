@@ -1,0 +1,72 @@
+"""What the model needs from a device. Here is the reference of everything; a device overrides what it does better."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ray_lora.ops.attention import (
+    AttentionTables,
+    paged_attention_reference,
+    rms_norm_reference,
+    rotary_and_cache_reference_,
+)
+from ray_lora.ops.elementwise import add_rms_norm_reference_, silu_and_mul_reference
+from ray_lora.ops.lora import Segments, add_lora_reference_
+
+Linear = Callable[[Tensor], Tensor]
+
+
+class Backend:
+    """The references of `ops/` on any torch device: slow, and the truth that other backends are compared with."""
+
+    name = "reference"
+    collective = "gloo"
+    """torch.distributed's name for the library that joins the ranks."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        self.device = torch.device(device)
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """Prepare `x -> x @ weight.T + bias` in whatever layout suits; weight [out_features, in_features]."""
+        return lambda x: torch.nn.functional.linear(x, weight, bias)
+
+    def allocate_kv_cache(
+        self, num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """One layer's keys and values, in the layout that this backend's attention reads."""
+        shape = (num_blocks, num_kv_heads, block_size, head_dim)
+        return tuple(torch.zeros(shape, dtype=dtype, device=self.device) for _ in range(2))  # type: ignore[return-value]
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return rms_norm_reference(x, weight, eps)
+
+    def add_rms_norm_(self, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return add_rms_norm_reference_(residual, x, weight, eps)
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        return silu_and_mul_reference(gate_up)
+
+    def rotary_and_cache_(
+        self,
+        qkv: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        tables: AttentionTables,
+    ) -> None:
+        rotary_and_cache_reference_(qkv, q_norm, k_norm, eps, cos, sin, k_cache, v_cache, tables)
+
+    def paged_attention(
+        self, qkv: Tensor, k_cache: Tensor, v_cache: Tensor, tables: AttentionTables, scale: float, window: int | None
+    ) -> Tensor:
+        return paged_attention_reference(qkv, k_cache, v_cache, tables, scale, window)
+
+    def add_lora_(
+        self, y: Tensor, x: Tensor, pool_a: Tensor, pool_b: Tensor, slices: tuple[int, ...], segments: Segments
+    ) -> None:
+        add_lora_reference_(y, x, pool_a, pool_b, slices, segments)

@@ -1,0 +1,42 @@
+"""The only rank, in this process."""
+
+import threading
+
+from ray_lora.adapter import AdapterManifest
+from ray_lora.cluster.worker import Worker
+from ray_lora.config import EngineConfig
+from ray_lora.step import ModelInfo, StepPlan, StepResult
+
+
+class LocalExecutor:
+    """Implements `Executor` for `tensor_parallel_size` 1 without Ray."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._worker = Worker(config, rank=0)
+        self._info = self._worker.start()
+        self._adapter_lock = threading.Lock()
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._info
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        result = self._worker.execute(plan)
+        assert result is not None, "rank 0 always answers"
+        return result
+
+    def inspect_adapter(self, source: str) -> AdapterManifest:
+        return self._worker.inspect_adapter(source)
+
+    def stage_adapter(self, manifest: AdapterManifest) -> None:
+        with self._adapter_lock:
+            self._worker.stage_adapter(manifest)
+
+    def drop_adapter(self, version: str) -> None:
+        self._worker.drop_adapter(version)
+
+    def check_health(self) -> None:
+        """The rank lives as long as this process."""
+
+    def shutdown(self) -> None:
+        """Nothing outlives the process."""

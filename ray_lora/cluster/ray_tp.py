@@ -1,0 +1,151 @@
+"""Tensor-parallel ranks as Ray actors of one placement group; a step reaches them by a compiled graph."""
+
+from typing import Any
+
+import ray
+from ray.dag import InputNode, MultiOutputNode
+from ray.exceptions import RayError, RayTaskError
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from ray_lora.adapter import AdapterManifest
+from ray_lora.cluster.worker import Worker
+from ray_lora.config import EngineConfig
+from ray_lora.errors import ConfigError, EngineDeadError, RayLoraError
+from ray_lora.step import ModelInfo, StepPlan, StepResult
+
+PLACEMENT_TIMEOUT_S = 120
+HEALTH_TIMEOUT_S = 10
+PLAN_BUFFER_BYTES = 1 << 20
+"""First size of the shared-memory buffer for plans; Ray enlarges it if a plan is longer."""
+
+
+class RayTPExecutor:
+    """Implements `Executor` with one actor per rank.
+
+    Steps run in the compiled graph's own loop on each actor; adapter calls are ordinary actor calls in a concurrency
+    group of their own, so neither waits for the other.
+    """
+
+    def __init__(self, config: EngineConfig, worker_class: type[Worker] = Worker) -> None:
+        self._config = config
+        self._dead: str | None = None
+        _require_ray()
+        self._group = placement_group(
+            [{"CPU": config.rank_num_cpus}] * config.tensor_parallel_size, strategy=config.placement_group_strategy
+        )
+        try:
+            self._workers = self._start_workers(worker_class)
+            host = ray.util.get_node_ip_address()
+            init_method = self._call_all("meeting_point", "health", host, workers=self._workers[:1])[0]
+            self._info: ModelInfo = self._call_all("start", "health", init_method)[0]
+            with InputNode() as plan:
+                steps = MultiOutputNode([worker.execute.bind(plan) for worker in self._workers])
+            self._graph = steps.experimental_compile(_buffer_size_bytes=PLAN_BUFFER_BYTES)
+        except BaseException:
+            remove_placement_group(self._group)
+            raise
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._info
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        try:
+            results = ray.get(self._graph.execute(plan), timeout=self._config.step_timeout_s)
+        except RayError as error:
+            raise self._die(f"a rank failed in step {plan.step_id}: {_first_line(error)}") from None
+        result = results[0]
+        assert isinstance(result, StepResult), "rank 0 always answers"
+        return result
+
+    def inspect_adapter(self, source: str) -> AdapterManifest:
+        manifest: AdapterManifest = self._call_all("inspect_adapter", "adapters", source, workers=self._workers[:1])[0]
+        return manifest
+
+    def stage_adapter(self, manifest: AdapterManifest) -> None:
+        try:
+            self._call_all("stage_adapter", "adapters", manifest)
+        except BaseException:
+            self.drop_adapter(manifest.version)
+            raise
+
+    def drop_adapter(self, version: str) -> None:
+        """Best effort on ranks that are gone: what they held is gone too."""
+        drops = self._submit("drop_adapter", "adapters", version)
+        ray.wait(drops, num_returns=len(drops), timeout=self._config.adapter_load_timeout_s)
+
+    def staged_versions(self) -> list[frozenset[str]]:
+        """What each rank holds in host memory, by rank."""
+        return self._call_all("staged_versions", "adapters")
+
+    def check_health(self) -> None:
+        if self._dead is not None:
+            raise EngineDeadError(self._dead)
+        self._call_all("process_id", "health", timeout=HEALTH_TIMEOUT_S)
+
+    def shutdown(self) -> None:
+        """Stop the graph and the ranks, and give the placement group back."""
+        self._dead = self._dead or "the ranks were shut down"
+        self._graph.teardown(kill_actors=True)
+        remove_placement_group(self._group)
+
+    def _start_workers(self, worker_class: type[Worker]) -> list[Any]:
+        size, num_cpus = self._config.tensor_parallel_size, self._config.rank_num_cpus
+        if not self._group.wait(PLACEMENT_TIMEOUT_S):
+            raise ConfigError(
+                f"tensor_parallel_size {size}: no room for {size} ranks of {num_cpus} CPU "
+                f"({self._config.placement_group_strategy}) in {ray.available_resources()}"
+            )
+        actor_class = ray.remote(concurrency_groups={"adapters": 1, "health": 1})(worker_class)
+        return [
+            actor_class.options(
+                num_cpus=num_cpus,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank),
+            ).remote(self._config, rank)
+            for rank in range(size)
+        ]
+
+    def _submit(self, method: str, group: str, *args: Any, workers: list[Any] | None = None) -> list[Any]:
+        return [
+            getattr(worker, method).options(concurrency_group=group).remote(*args)
+            for worker in (self._workers if workers is None else workers)
+        ]
+
+    def _call_all(
+        self, method: str, group: str, *args: Any, workers: list[Any] | None = None, timeout: float | None = None
+    ) -> list[Any]:
+        """Call the ranks and wait for all: their results, or an error they raised on purpose, or EngineDeadError."""
+        calls = self._submit(method, group, *args, workers=workers)
+        ready, late = ray.wait(calls, num_returns=len(calls), timeout=timeout)
+        errors: list[RayLoraError] = []
+        deaths = [f"a rank did not answer within {timeout} s"] if late else []
+        for call in ready:
+            try:
+                ray.get(call)
+            except RayError as error:
+                cause = error.cause if isinstance(error, RayTaskError) else error
+                if isinstance(cause, RayLoraError) and not isinstance(cause, EngineDeadError):
+                    errors.append(cause)
+                else:
+                    deaths.append(_first_line(cause))
+        if deaths:
+            raise self._die(deaths[0])
+        if errors:
+            raise errors[0]
+        return list(ray.get(calls))
+
+    def _die(self, reason: str) -> EngineDeadError:
+        self._dead = self._dead or reason
+        return EngineDeadError(self._dead)
+
+
+def _require_ray() -> None:
+    """Join the Ray that runs here, or start one on loopback alone."""
+    if not ray.is_initialized():
+        ray.init(_node_ip_address="127.0.0.1", include_dashboard=False, log_to_driver=False)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[-1] if lines else ''}"

@@ -1,0 +1,143 @@
+"""How an adapter reaches every rank: one reader, a transfer of its own, and a barrier at which all must agree.
+
+Every rank goes through the same four exchanges whatever fails, so that a failure leaves the group ready for the next
+load: the reader's offer, the ranks' readiness, the transfer, and the digests. The last is the barrier: a rank returns
+the shard only if every rank holds exactly what the reader cut for it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ray_lora.adapter import AdapterManifest
+from ray_lora.adapters.reader import AdapterReader
+from ray_lora.adapters.shard import AdapterShard, ShardHeader, shard_weights
+from ray_lora.architecture import Architecture
+from ray_lora.errors import EngineDeadError, RayLoraError
+
+T = TypeVar("T")
+
+
+class AdapterStagingError(RayLoraError):
+    """A rank could not take the adapter, or holds something else than was sent; no rank keeps it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What rank 0 tells the others before it sends anything."""
+
+    headers: tuple[ShardHeader, ...] = ()
+    """By rank."""
+    digests: tuple[str, ...] = ()
+    """By rank: what each must come to after the transfer."""
+    error: RayLoraError | None = None
+
+
+class AdapterStaging:
+    """One rank's side of the protocol. Rank 0 has the `reader`; `make_digest` says what a rank holds."""
+
+    def __init__(
+        self,
+        arch: Architecture,
+        dtype: torch.dtype,
+        rank: int,
+        size: int,
+        group: "dist.ProcessGroup | None",
+        reader: AdapterReader | None,
+        make_digest: Callable[[AdapterShard], str],
+    ) -> None:
+        self._arch = arch
+        self._dtype = dtype
+        self._rank = rank
+        self._size = size
+        self._group = group
+        self._reader = reader
+        self._make_digest = make_digest
+
+    def receive(self, manifest: AdapterManifest) -> AdapterShard:
+        """This rank's part of an adapter, once all ranks agree.
+
+        Raises:
+            RayLoraError: the reader's reason, or AdapterStagingError from any rank; the same on every rank.
+            EngineDeadError: a rank is gone or did not answer in time.
+        """
+        try:
+            return self._receive(manifest)
+        except RuntimeError as error:
+            raise EngineDeadError(
+                f"a rank was lost while adapter {manifest.version[:12]} was staged: {error}"
+            ) from None
+
+    def _receive(self, manifest: AdapterManifest) -> AdapterShard:
+        shards = self._cut(manifest) if self._reader is not None else None
+        offer = self._broadcast(None if shards is None else _offer(shards))
+        if offer.error is not None:
+            raise offer.error
+        buffer, failure = self._allocate(offer.headers[self._rank])
+        self._agree(failure)
+        if isinstance(shards, list):
+            shard = shards[0]
+            for other in range(1, self._size):
+                dist.send(shards[other].payload, dst=other, group=self._group)
+        else:
+            assert buffer is not None, "agreed without a buffer"
+            dist.recv(buffer, src=0, group=self._group)
+            shard = AdapterShard.from_header(offer.headers[self._rank], buffer)
+        self._agree(self._verify(shard, offer.digests[self._rank]))
+        return shard
+
+    def _cut(self, manifest: AdapterManifest) -> list[AdapterShard] | RayLoraError:
+        assert self._reader is not None
+        try:
+            weights = self._reader.read(manifest)
+            return [
+                shard_weights(weights, self._arch, manifest.version, rank, self._size, self._dtype)
+                for rank in range(self._size)
+            ]
+        except RayLoraError as error:
+            return error
+        except Exception as error:
+            return AdapterStagingError(f"rank 0 could not read the adapter: {type(error).__name__}: {error}")
+
+    def _allocate(self, header: ShardHeader) -> tuple[torch.Tensor | None, str | None]:
+        if self._rank == 0:
+            return None, None
+        try:
+            return torch.empty(header.num_bytes, dtype=torch.uint8), None
+        except (RuntimeError, MemoryError) as error:
+            return None, f"cannot hold {header.num_bytes} bytes: {error}"
+
+    def _verify(self, shard: AdapterShard, expected: str) -> str | None:
+        try:
+            digest = self._make_digest(shard)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return None if digest == expected else f"holds {digest[:12]} where {expected[:12]} was sent"
+
+    def _broadcast(self, offer: Offer | None) -> Offer:
+        if self._size == 1:
+            assert offer is not None
+            return offer
+        box: list[Offer | None] = [offer]
+        dist.broadcast_object_list(box, src=0, group=self._group)
+        assert box[0] is not None
+        return box[0]
+
+    def _agree(self, failure: str | None) -> None:
+        """Meet the other ranks; raise on all of them if one reports a failure."""
+        failures: list[str | None] = [failure]
+        if self._size > 1:
+            failures = [None] * self._size
+            dist.all_gather_object(failures, failure, group=self._group)
+        reasons = [f"rank {rank} {reason}" for rank, reason in enumerate(failures) if reason is not None]
+        if reasons:
+            raise AdapterStagingError("the adapter was not loaded: " + "; ".join(reasons))
+
+
+def _offer(shards: list[AdapterShard] | RayLoraError) -> Offer:
+    if isinstance(shards, RayLoraError):
+        return Offer(error=shards)
+    return Offer(tuple(shard.header() for shard in shards), tuple(shard.digest() for shard in shards))

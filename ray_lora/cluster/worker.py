@@ -1,0 +1,114 @@
+"""One rank's process: the model runner for steps, and its side of the adapter load protocol."""
+
+import os
+import socket
+from datetime import timedelta
+from pathlib import Path
+from urllib.parse import urlparse
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from ray_lora.adapter import AdapterManifest
+from ray_lora.adapters.reader import AdapterReader
+from ray_lora.adapters.shard import AdapterShard
+from ray_lora.adapters.store import AdapterStore
+from ray_lora.backends.registry import make_backend
+from ray_lora.cluster.staging import AdapterStaging
+from ray_lora.config import EngineConfig
+from ray_lora.errors import ConfigError
+from ray_lora.model.model_runner import ModelRunner
+from ray_lora.model.tensor_parallel import TensorParallel
+from ray_lora.step import ModelInfo, StepPlan, StepResult
+
+
+class Worker:
+    """Rank `rank` of `config.tensor_parallel_size`; nothing but `meeting_point` works before `start`.
+
+    `execute` is called by one thread; the adapter methods by another, one at a time, while steps run.
+    """
+
+    def __init__(self, config: EngineConfig, rank: int) -> None:
+        self._config = config
+        self._rank = rank
+
+    def meeting_point(self, host: str) -> str:
+        """A free address of this host, where the ranks find each other."""
+        with socket.create_server((host, 0)) as server:
+            return f"tcp://{host}:{server.getsockname()[1]}"
+
+    def start(self, init_method: str | None = None) -> ModelInfo:
+        """Join the other ranks and load this rank's part of the model.
+
+        Raises:
+            ConfigError: the model cannot be served as configured.
+        """
+        config, rank, size = self._config, self._rank, self._config.tensor_parallel_size
+        torch.set_num_threads(config.num_rank_threads)
+        backend = make_backend(config.device)
+        step_group, adapter_group = None, None
+        if init_method is not None:
+            step_group, adapter_group = _init_groups(config, rank, init_method, backend.collective)
+        self._runner = ModelRunner(config, TensorParallel(rank, size, step_group), backend)
+        self._reader: AdapterReader | None = None
+        if rank == 0:
+            store = AdapterStore(Path(config.adapter_store_dir))
+            self._reader = AdapterReader(self._runner.arch, store, config.max_lora_rank)
+        self._staging = AdapterStaging(
+            self._runner.arch, self._runner.adapter_dtype, rank, size, adapter_group, self._reader, self.make_digest
+        )
+        return self._runner.info
+
+    def process_id(self) -> int:
+        return os.getpid()
+
+    def execute(self, plan: StepPlan) -> StepResult | None:
+        return self._runner.execute(plan)
+
+    def inspect_adapter(self, source: str) -> AdapterManifest:
+        """On rank 0: read and check an adapter; see `Executor.inspect_adapter`."""
+        assert self._reader is not None, "only rank 0 reads adapters"
+        return self._reader.inspect(source)
+
+    def stage_adapter(self, manifest: AdapterManifest) -> None:
+        """Receive this rank's part; returns once all ranks agree, raises on every rank if one does not."""
+        self._runner.stage(self._staging.receive(manifest))
+
+    def drop_adapter(self, version: str) -> None:
+        self._runner.drop(version)
+
+    def staged_versions(self) -> frozenset[str]:
+        return self._runner.staged_versions
+
+    def make_digest(self, shard: AdapterShard) -> str:
+        """What this rank says it holds."""
+        return shard.digest()
+
+
+def _init_groups(
+    config: EngineConfig, rank: int, init_method: str, collective: str
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """One process group for steps and one for adapter loads, so that neither waits for, or overtakes, the other."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", _interface_towards(init_method))
+    step_timeout = timedelta(seconds=config.step_timeout_s)
+    dist.init_process_group(
+        collective, init_method=init_method, rank=rank, world_size=config.tensor_parallel_size, timeout=step_timeout
+    )
+    adapter_timeout = timedelta(seconds=config.adapter_load_timeout_s)
+    adapter_group = dist.new_group(timeout=adapter_timeout, backend="gloo")
+    assert dist.group.WORLD is not None
+    assert isinstance(adapter_group, dist.ProcessGroup)
+    return dist.group.WORLD, adapter_group
+
+
+def _interface_towards(init_method: str) -> str:
+    """The network interface by which this host reaches the meeting point; gloo would guess from the host's name."""
+    target = urlparse(init_method)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((target.hostname, target.port))
+        address = probe.getsockname()[0]
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in addresses):
+            return str(name)
+    raise ConfigError(f"no network interface has the address {address}")

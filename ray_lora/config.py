@@ -1,0 +1,162 @@
+"""The configuration of a replica: one frozen object, vLLM's names, unknown keys refused with the nearest known one."""
+
+import difflib
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from ray_lora.adapter import PAGE_RANK, num_pages
+from ray_lora.errors import ConfigError
+
+MAX_RANK = 512
+
+
+class LoRAModule(BaseModel):
+    """An adapter to load at start."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    path: str
+    base_model_name: str | None = None
+    """Accepted for vLLM's sake; must be a served name of this model."""
+
+
+class EngineConfig(BaseModel):
+    """Every key of a deployment's `args`, and of `LLM(...)`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str
+    """Hugging Face directory: `config.json`, safetensors, `tokenizer.json`."""
+    served_model_name: str | None = None
+    """The base model's name in the API; the directory's name if not given."""
+    tokenizer: str | None = None
+    """Directory of the tokenizer, if it is not the model's."""
+    chat_template: str | None = None
+    """A Jinja template, or a path to one, in place of the tokenizer's."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """`auto` is the checkpoint's, but float32 on a CPU."""
+    device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
+    seed: int = 0
+    """Base of the random streams of requests that bring no seed."""
+
+    max_model_len: int | None = Field(None, ge=1)
+    """Longest prompt plus output, in tokens; the model's own limit if not given."""
+    max_num_seqs: int = Field(64, ge=1)
+    """Requests in one step."""
+    max_num_batched_tokens: int = Field(1024, ge=1)
+    """Tokens in one step; longer prompts are computed in chunks."""
+    block_size: int = Field(16, ge=1, le=256)
+    """Tokens in one KV block."""
+    kv_cache_memory_bytes: int = Field(1 << 30, ge=1)
+    """KV cache of one rank."""
+    enable_prefix_caching: bool = True
+
+    max_loras: int = Field(16, ge=0)
+    """Adapters on the device at once; 0 turns LoRA off."""
+    max_lora_rank: int = Field(64, ge=1, le=MAX_RANK)
+    max_lora_pages: int | None = Field(None, ge=1)
+    """Pages of 16 ranks on the device; by default enough for `max_loras` adapters of `max_lora_rank`."""
+    max_cpu_loras: int | None = Field(None, ge=1)
+    """Adapters registered, each with a copy in host memory; by default 64, or `max_loras` if that is more."""
+    lora_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    lora_modules: tuple[LoRAModule, ...] = ()
+    """Adapters loaded at start: a list of `{name, path}` or `name=path`, or a mapping of names to paths."""
+    adapter_store_dir: str = "~/.cache/ray_lora/adapters"
+    """Content-addressed copies of loaded adapters."""
+    adapter_load_timeout_s: float = Field(60.0, gt=0)
+    """Longest wait of a rank for the others while an adapter is staged."""
+
+    tensor_parallel_size: int = Field(1, ge=1)
+    distributed_executor_backend: Literal["auto", "local", "ray"] = "auto"
+    """`local` keeps the only rank in this process; `auto` is `local` for one rank and `ray` for more."""
+    placement_group_strategy: Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"] = "STRICT_PACK"
+    num_threads: int | None = Field(None, ge=1)
+    """Threads of one rank on a CPU; by default the usable cores divided by the ranks."""
+    rank_num_cpus: float = Field(0.1, gt=0)
+    """CPUs that Ray reserves for one rank actor; its threads are `num_threads`, whatever is reserved."""
+    step_timeout_s: float = Field(300.0, gt=0)
+    """A step that takes longer means a dead rank."""
+
+    @field_validator("lora_modules", mode="before")
+    @classmethod
+    def _parse_lora_modules(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            return [{"name": name, "path": path} for name, path in value.items()]
+        if isinstance(value, (list, tuple)):
+            return [_parse_lora_module(item) for item in value]
+        return value
+
+    @model_validator(mode="after")
+    def _check(self) -> "EngineConfig":
+        if self.distributed_executor_backend == "local" and self.tensor_parallel_size > 1:
+            raise ValueError("distributed_executor_backend 'local' keeps one rank; tensor_parallel_size must be 1")
+        if self.lora_modules and self.max_loras == 0:
+            raise ValueError("lora_modules are given but max_loras is 0")
+        if self.max_lora_pages is not None and self.max_lora_pages < num_pages(self.max_lora_rank):
+            raise ValueError(
+                f"max_lora_pages {self.max_lora_pages} cannot hold one adapter of max_lora_rank {self.max_lora_rank} "
+                f"({num_pages(self.max_lora_rank)} pages of {PAGE_RANK})"
+            )
+        return self
+
+    @classmethod
+    def parse(cls, args: dict[str, Any]) -> "EngineConfig":
+        """Build from user input.
+
+        Raises:
+            ConfigError: one line that names the key at fault.
+        """
+        unknown = [key for key in args if key not in cls.model_fields]
+        if unknown:
+            near = difflib.get_close_matches(unknown[0], cls.model_fields, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"unknown key {unknown[0]!r}{hint}")
+        try:
+            return cls.model_validate(args)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"])
+            message = first["msg"].removeprefix("Value error, ")
+            raise ConfigError(f"{where}: {message}" if where else message) from None
+
+    @property
+    def model_path(self) -> Path:
+        return Path(self.model).expanduser()
+
+    @property
+    def base_model_name(self) -> str:
+        return self.served_model_name or self.model_path.name
+
+    @property
+    def num_lora_pages(self) -> int:
+        if self.max_loras == 0:
+            return 0
+        return self.max_lora_pages or self.max_loras * num_pages(self.max_lora_rank)
+
+    @property
+    def max_registered_loras(self) -> int:
+        return self.max_cpu_loras or max(64, self.max_loras)
+
+    @property
+    def uses_ray(self) -> bool:
+        if self.distributed_executor_backend == "auto":
+            return self.tensor_parallel_size > 1
+        return self.distributed_executor_backend == "ray"
+
+    @property
+    def num_rank_threads(self) -> int:
+        usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return self.num_threads or max(1, usable // self.tensor_parallel_size)
+
+
+def _parse_lora_module(item: Any) -> Any:
+    if not isinstance(item, str):
+        return item
+    name, separator, path = item.partition("=")
+    if not separator or not name or not path:
+        raise ValueError(f"{item!r} is not of the form name=path")
+    return {"name": name, "path": path}

@@ -1,0 +1,197 @@
+"""Which adapters are registered, and which pages of the device hold them. Holds ids, decides, never sees a tensor.
+
+A name points to an immutable version. A version lives while a name or a request holds it; its pages may come and go
+with the need for room, except while a running request uses them.
+"""
+
+from dataclasses import dataclass
+
+from ray_lora.adapter import AdapterInfo, AdapterManifest
+from ray_lora.errors import AdapterExistsError, AdapterRejectedError, CapacityError, NotFoundError
+from ray_lora.step import AdapterPlan
+
+
+@dataclass(slots=True, eq=False)
+class Version:
+    """One registered content. Held by names and by requests; `num_running` of the latter pin its pages."""
+
+    manifest: AdapterManifest
+    num_names: int = 0
+    num_requests: int = 0
+    num_running: int = 0
+    pages: tuple[int, ...] | None = None
+    last_used: int = 0
+
+    @property
+    def plan(self) -> AdapterPlan:
+        assert self.pages is not None, "planned while not resident"
+        return AdapterPlan(self.manifest.version, self.pages)
+
+
+class AdapterManager:
+    """Registers adapters and hands out pages of 16 ranks."""
+
+    def __init__(self, num_pages: int, max_resident: int, max_registered: int, max_rank: int) -> None:
+        self.num_pages = num_pages
+        self.max_resident = max_resident
+        self.max_registered = max_registered
+        self.max_rank = max_rank
+        self._names: dict[str, Version] = {}
+        self._versions: dict[str, Version] = {}
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._dead: list[str] = []
+        self._clock = 0
+
+    @property
+    def num_free_pages(self) -> int:
+        return len(self._free)
+
+    @property
+    def resident(self) -> tuple[str, ...]:
+        return tuple(name for name, version in list(self._names.items()) if version.pages is not None)
+
+    def get(self, name: str) -> Version:
+        version = self._names.get(name)
+        if version is None:
+            raise NotFoundError(f"The lora adapter '{name}' cannot be found.", "lora_name")
+        return version
+
+    def list_adapters(self) -> list[AdapterInfo]:
+        """Safe to call from another thread than the engine's."""
+        return [_info(name, version) for name, version in list(self._names.items())]
+
+    def info(self, name: str) -> AdapterInfo:
+        return _info(name, self.get(name))
+
+    def is_staged(self, version: str) -> bool:
+        return version in self._versions
+
+    def check_register(self, name: str, manifest: AdapterManifest, load_inplace: bool) -> bool:
+        """Whether registering would change anything; false if the name already has this content.
+
+        Raises:
+            AdapterExistsError: the name has other content and `load_inplace` is not set.
+            AdapterRejectedError: LoRA is off, or the rank is above `max_rank`.
+            CapacityError: as many adapters are registered as host memory is configured for.
+        """
+        current = self._names.get(name)
+        if current is not None and current.manifest.version == manifest.version:
+            return False
+        if current is not None and not load_inplace:
+            raise AdapterExistsError(
+                f"The lora adapter '{name}' has already been loaded. "
+                "If you want to load the adapter in place, set 'load_inplace' to True.",
+                "lora_name",
+            )
+        if self.num_pages == 0:
+            raise AdapterRejectedError("LoRA is off: max_loras is 0", "lora_path")
+        if manifest.rank > self.max_rank:
+            raise AdapterRejectedError(f"rank {manifest.rank} exceeds max_lora_rank {self.max_rank}", "r")
+        if not self.is_staged(manifest.version) and len(self._versions) >= self.max_registered:
+            raise CapacityError(
+                f"{len(self._versions)} adapters are held, as many as max_cpu_loras allows; unload one first"
+            )
+        return True
+
+    def register(self, name: str, manifest: AdapterManifest) -> None:
+        """Point `name` to a version that every rank has staged; requests on the previous one finish on it."""
+        version = self._versions.setdefault(manifest.version, Version(manifest))
+        version.num_names += 1
+        previous = self._names.get(name)
+        self._names[name] = version
+        if previous is not None:
+            self._drop_name(previous)
+
+    def unregister(self, name: str) -> None:
+        """Forget a name; requests that hold its version finish on it."""
+        version = self.get(name)
+        del self._names[name]
+        self._drop_name(version)
+
+    def hold(self, version: Version) -> None:
+        """A request needs this version until `let_go`."""
+        version.num_requests += 1
+
+    def let_go(self, version: Version) -> None:
+        """A request is done with the version."""
+        version.num_requests -= 1
+        self._bury_if_dead(version)
+
+    def take_dead(self) -> list[str]:
+        """Versions that neither a name nor a request holds any more, each told once; no later plan names them."""
+        dead, self._dead = self._dead, []
+        return dead
+
+    def can_activate(self, version: Version) -> bool:
+        """Whether `activate` would succeed."""
+        if version.pages is not None:
+            return True
+        idle = [other for other in self._versions.values() if other.pages is not None and other.num_running == 0]
+        num_busy = sum(other.pages is not None for other in self._versions.values()) - len(idle)
+        pages = len(self._free) + sum(len(other.pages or ()) for other in idle)
+        return version.manifest.num_pages <= pages and num_busy < self.max_resident
+
+    def activate(self, version: Version) -> AdapterPlan | None:
+        """Pin a version's pages for one running request; returns what to page in, if it was not resident.
+
+        The least recently used idle adapters give up their pages as needed. Ask `can_activate` first.
+        """
+        self._clock += 1
+        version.last_used = self._clock
+        version.num_running += 1
+        if version.pages is not None:
+            return None
+        resident = sorted(
+            (other for other in self._versions.values() if other.pages is not None), key=lambda v: v.last_used
+        )
+        num_resident = len(resident)
+        for other in resident:
+            if len(self._free) >= version.manifest.num_pages and num_resident < self.max_resident:
+                break
+            if other.num_running == 0:
+                self._free_pages(other)
+                num_resident -= 1
+        version.pages = tuple(self._free.pop() for _ in range(version.manifest.num_pages))
+        return version.plan
+
+    def deactivate(self, version: Version) -> None:
+        """A running request no longer uses the version; its pages stay until the room is needed."""
+        version.num_running -= 1
+
+    def check_integrity(self) -> None:
+        """Assert that every page is free or belongs to exactly one version, and that counts make sense."""
+        pages = list(self._free)
+        for version in self._versions.values():
+            assert version.num_names + version.num_requests > 0, "a dead version lingers"
+            assert 0 <= version.num_running <= version.num_requests
+            assert version.num_running == 0 or version.pages is not None, "running without pages"
+            pages.extend(version.pages or ())
+        assert sorted(pages) == list(range(self.num_pages)), "a page is lost or shared"
+        assert sum(version.pages is not None for version in self._versions.values()) <= self.max_resident
+
+    def _drop_name(self, version: Version) -> None:
+        version.num_names -= 1
+        self._bury_if_dead(version)
+
+    def _bury_if_dead(self, version: Version) -> None:
+        if version.num_names == 0 and version.num_requests == 0:
+            self._free_pages(version)
+            del self._versions[version.manifest.version]
+            self._dead.append(version.manifest.version)
+
+    def _free_pages(self, version: Version) -> None:
+        self._free.extend(reversed(version.pages or ()))
+        version.pages = None
+
+
+def _info(name: str, version: Version) -> AdapterInfo:
+    manifest = version.manifest
+    return AdapterInfo(
+        name=name,
+        version=manifest.version,
+        source=manifest.source,
+        rank=manifest.rank,
+        num_pages=manifest.num_pages,
+        resident=version.pages is not None,
+        num_requests=version.num_requests,
+    )

@@ -1,0 +1,240 @@
+"""The engine for asyncio: one thread steps it, any event loop talks to it."""
+
+import asyncio
+import queue
+import threading
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from functools import partial
+from typing import Any, TypeVar
+
+from ray_lora.adapter import AdapterInfo, AdapterManifest
+from ray_lora.config import EngineConfig
+from ray_lora.engine.completion import RequestGroup, Tokenizer
+from ray_lora.engine.engine_core import EngineCore, Event
+from ray_lora.engine.executor import Executor
+from ray_lora.errors import EngineDeadError, RayLoraError
+from ray_lora.names import check_adapter_name
+from ray_lora.request import GenerateChunk, GenerateRequest
+from ray_lora.stats import EngineStats
+from ray_lora.step import ModelInfo
+
+T = TypeVar("T")
+Stream = asyncio.Queue[GenerateChunk | RayLoraError]
+Message = tuple[Callable[[], None], Callable[[BaseException], None]]
+"""What to run between two steps, and whom to tell if the engine has died first."""
+
+
+class AsyncEngine:
+    """Generates, loads and unloads, all at once. Made and used in one event loop.
+
+    A thread of its own runs the steps. Everything else reaches the engine as a function that the thread calls between
+    two steps, so nothing changes while a step runs. Adapters are read and staged in other threads meanwhile; only
+    their commit is such a function.
+    """
+
+    def __init__(self, config: EngineConfig, executor: Executor, tokenizer: Tokenizer) -> None:
+        self.config = config
+        self.info: ModelInfo = executor.info
+        self._executor = executor
+        self._core = EngineCore(config, executor, tokenizer)
+        self._loop = asyncio.get_running_loop()
+        self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._inbox_lock = threading.Lock()
+        self._streams: dict[RequestGroup, Stream] = {}
+        self._dead: EngineDeadError | None = None
+        self._adapter_lock = asyncio.Lock()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
+        """Stream a request's chunks. Closing the generator, or cancelling its task, cancels the request.
+
+        Raises:
+            InvalidRequestError, NotFoundError: the request cannot be served; `param` names the field.
+            NumericsError: the model's output for this request is not finite.
+            EngineDeadError: a rank is gone.
+        """
+        stream: Stream = asyncio.Queue()
+        adding = asyncio.ensure_future(self._call(lambda: self._add(request, stream)))
+        group: RequestGroup | None = None
+        num_unfinished = request.sampling_params.n
+        try:
+            group = await asyncio.shield(adding)
+            while num_unfinished:
+                item = await stream.get()
+                if isinstance(item, RayLoraError):
+                    raise item
+                num_unfinished -= sum(delta.finish_reason is not None for delta in item.outputs)
+                yield item
+        finally:
+            if group is None:
+                adding.add_done_callback(self._cancel_added)
+            elif num_unfinished:
+                self._post(partial(self._cancel, group))
+
+    async def load_adapter(self, name: str, path: str, load_inplace: bool = False) -> tuple[AdapterInfo, bool]:
+        """Register an adapter once every rank holds it; false if the name already had this content.
+
+        Once begun, it is carried through even if the caller goes away.
+
+        Raises:
+            InvalidRequestError: the name, the path or the adapter itself, naming the field.
+            CapacityError: no room for another adapter.
+        """
+        check_adapter_name(name, self.config.base_model_name)
+        return await self._carry_through(self._load(name, path, load_inplace))
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forget a name. Requests on it finish; its memory is freed when the last one has."""
+
+        async def unload() -> None:
+            async with self._adapter_lock:
+                await self._call(lambda: self._core.adapters.unregister(name))
+
+        await self._carry_through(unload())
+
+    def list_adapters(self) -> list[AdapterInfo]:
+        return self._core.adapters.list_adapters()
+
+    def stats(self) -> EngineStats:
+        return self._core.stats()
+
+    async def check_health(self) -> None:
+        """Raise EngineDeadError if the engine or a rank is gone."""
+        if self._dead is None:
+            await asyncio.to_thread(self._executor.check_health)
+        if self._dead is not None:
+            raise self._dead
+
+    async def shutdown(self) -> None:
+        """End every request and let go of the ranks."""
+        self._inbox.put(None)
+        await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._executor.shutdown)
+
+    async def _load(self, name: str, path: str, load_inplace: bool) -> tuple[AdapterInfo, bool]:
+        async with self._adapter_lock:
+            manifest = await asyncio.to_thread(self._executor.inspect_adapter, path)
+            adapters = self._core.adapters
+            if not await self._call(lambda: adapters.check_register(name, manifest, load_inplace)):
+                return adapters.info(name), False
+            if not await self._call(lambda: adapters.is_staged(manifest.version)):
+                await asyncio.to_thread(self._executor.stage_adapter, manifest)
+            return await self._call(lambda: self._commit(name, manifest)), True
+
+    def _commit(self, name: str, manifest: AdapterManifest) -> AdapterInfo:
+        self._core.register(name, manifest)
+        return self._core.adapters.info(name)
+
+    async def _carry_through(self, work: Coroutine[Any, Any, T]) -> T:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return await asyncio.shield(task)
+
+    async def _drop(self, version: str) -> None:
+        """Free a dead version on the ranks, unless it has been staged again meanwhile."""
+        async with self._adapter_lock:
+            if not await self._call(lambda: self._core.adapters.is_staged(version)):
+                await asyncio.to_thread(self._executor.drop_adapter, version)
+
+    async def _call(self, function: Callable[[], T]) -> T:
+        """Run a function in the engine's thread, between two steps."""
+        future: asyncio.Future[T] = self._loop.create_future()
+
+        def run() -> None:
+            try:
+                value = function()
+            except BaseException as error:
+                fail(error)
+            else:
+                self._loop.call_soon_threadsafe(_set_result, future, value)
+
+        def fail(error: BaseException) -> None:
+            self._loop.call_soon_threadsafe(_set_exception, future, error)
+
+        self._post(run, fail)
+        return await future
+
+    def _post(self, run: Callable[[], None], fail: Callable[[BaseException], None] = lambda _: None) -> None:
+        with self._inbox_lock:
+            if self._dead is None:
+                self._inbox.put((run, fail))
+            else:
+                fail(self._dead)
+
+    def _add(self, request: GenerateRequest, stream: Stream) -> RequestGroup:
+        group = self._core.add(request)
+        self._streams[group] = stream
+        return group
+
+    def _cancel(self, group: RequestGroup) -> None:
+        self._core.cancel(group)
+        self._streams.pop(group, None)
+
+    def _cancel_added(self, adding: "asyncio.Future[RequestGroup]") -> None:
+        """The caller left while its request was being added."""
+        if not adding.cancelled() and adding.exception() is None:
+            self._post(partial(self._cancel, adding.result()))
+
+    def _run(self) -> None:
+        """The engine's thread."""
+        try:
+            while self._drain_inbox():
+                events = self._core.step()
+                dead = self._core.adapters.take_dead()
+                finished = {group: self._streams.pop(group) for group, _ in events if group.finished}
+                streams = [finished.get(group) or self._streams[group] for group, _ in events]
+                if events or dead:
+                    self._loop.call_soon_threadsafe(self._deliver, streams, events, dead)
+            self._die(EngineDeadError("the engine was shut down"))
+        except EngineDeadError as error:
+            self._die(error)
+        except BaseException as error:
+            self._die(EngineDeadError(f"the engine failed: {type(error).__name__}: {error}"))
+            raise
+
+    def _drain_inbox(self) -> bool:
+        """Run what has arrived, waiting for something if there is no work; false to stop."""
+        while True:
+            try:
+                message = self._inbox.get(block=not self._core.has_work)
+            except queue.Empty:
+                return True
+            if message is None:
+                return False
+            run, _ = message
+            run()
+            if self._inbox.empty():
+                return True
+
+    def _deliver(self, streams: list[Stream], events: list[Event], dead: list[str]) -> None:
+        for stream, (_, item) in zip(streams, events, strict=True):
+            stream.put_nowait(item)
+        for version in dead:
+            task = self._loop.create_task(self._drop(version))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    def _die(self, error: EngineDeadError) -> None:
+        """End every stream and every waiting call with the error."""
+        streams, self._streams = list(self._streams.values()), {}
+        with self._inbox_lock:
+            self._dead = error
+            while not self._inbox.empty():
+                message = self._inbox.get()
+                if message is not None:
+                    message[1](error)
+        for stream in streams:
+            self._loop.call_soon_threadsafe(stream.put_nowait, error)
+
+
+def _set_result(future: "asyncio.Future[T]", value: T) -> None:
+    if not future.done():
+        future.set_result(value)
+
+
+def _set_exception(future: "asyncio.Future[Any]", error: BaseException) -> None:
+    if not future.done():
+        future.set_exception(error)

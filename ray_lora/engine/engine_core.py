@@ -1,0 +1,174 @@
+"""The engine, one step at a time: add and cancel requests, register adapters, `step`. Used from one thread."""
+
+import random
+import uuid
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import replace
+
+from ray_lora.adapter import AdapterManifest
+from ray_lora.config import EngineConfig
+from ray_lora.engine.adapter_manager import AdapterManager, Version
+from ray_lora.engine.block_manager import BlockManager
+from ray_lora.engine.completion import Completion, RequestGroup, Tokenizer
+from ray_lora.engine.executor import Executor
+from ray_lora.engine.scheduler import NewToken, Scheduler
+from ray_lora.engine.sequence_state import SequenceState
+from ray_lora.errors import InvalidRequestError, NumericsError, RayLoraError
+from ray_lora.request import CompletionDelta, GenerateChunk, GenerateRequest
+from ray_lora.stats import EngineStats
+
+Event = tuple[RequestGroup, GenerateChunk | RayLoraError]
+"""What a step has to tell a request: a chunk, or the error that ended it."""
+
+
+class EngineCore:
+    """Ties the scheduler to the ranks and to the text. Every method runs between steps, in the engine's thread."""
+
+    def __init__(self, config: EngineConfig, executor: Executor, tokenizer: Tokenizer) -> None:
+        info = executor.info
+        self.info = info
+        self.executor = executor
+        self.tokenizer = tokenizer
+        self.adapters = AdapterManager(
+            config.num_lora_pages, config.max_loras, config.max_registered_loras, config.max_lora_rank
+        )
+        self.scheduler = Scheduler(
+            BlockManager(info.num_kv_blocks, config.block_size, config.enable_prefix_caching),
+            self.adapters,
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            info.max_model_len,
+        )
+        self._random = random.Random(config.seed)
+        self._completions: dict[int, tuple[RequestGroup, Completion]] = {}
+        self._next_id = 0
+        self._prompt_tokens = 0
+        self._generation_tokens = 0
+        self._succeeded: dict[str, int] = defaultdict(int)
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def add(self, request: GenerateRequest) -> RequestGroup:
+        """Accept a request.
+
+        Raises:
+            InvalidRequestError: the prompt is empty, too long or no prompt, or a parameter does not fit the model.
+            NotFoundError: no adapter of that name.
+        """
+        adapter = self.adapters.get(request.adapter) if request.adapter is not None else None
+        prompt = request.prompt
+        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        self._check(request, token_ids)
+        if not request.request_id:
+            request = replace(request, request_id=f"req-{uuid.uuid4().hex}")
+        params = request.sampling_params
+        completions = []
+        for index in range(params.n):
+            sequence = self._sequence(request, token_ids, index, adapter)
+            completions.append(Completion(index, sequence, self.tokenizer))
+        group = RequestGroup(request, completions, self.tokenizer)
+        for completion in completions:
+            self._completions[completion.sequence.request_id] = (group, completion)
+            self.scheduler.add(completion.sequence)
+        self._prompt_tokens += len(token_ids)
+        return group
+
+    def cancel(self, group: RequestGroup) -> None:
+        """End a request that nobody waits for; nothing happens if it has ended."""
+        for completion in group.completions:
+            self.scheduler.finish(completion.sequence, "abort")
+            self._completions.pop(completion.sequence.request_id, None)
+
+    def step(self) -> list[Event]:
+        """Run one step and return what it has to tell. Does nothing without work."""
+        plan = self.scheduler.schedule()
+        if plan is None:
+            return []
+        result = self.executor.execute(plan)
+        deltas: dict[RequestGroup, list[CompletionDelta]] = defaultdict(list)
+        errors: dict[RequestGroup, RayLoraError] = {}
+        for news in self.scheduler.update(plan, result):
+            group, completion = self._completions[news.sequence.request_id]
+            if news.sampled.error is not None:
+                errors[group] = NumericsError(news.sampled.error)
+            else:
+                deltas[group].append(self._push(completion, news))
+        for group in errors:
+            self.cancel(group)
+        events: list[Event] = [(group, group.chunk(found)) for group, found in deltas.items() if group not in errors]
+        return events + list(errors.items())
+
+    def stats(self) -> EngineStats:
+        """Safe to call from another thread than the engine's."""
+        scheduler, blocks = self.scheduler, self.scheduler.blocks
+        return EngineStats(
+            num_requests_running=len(scheduler.running),
+            num_requests_waiting=len(scheduler.waiting),
+            kv_cache_usage=1 - blocks.num_free_blocks / blocks.num_blocks,
+            num_preemptions=scheduler.num_preemptions,
+            prompt_tokens=self._prompt_tokens,
+            generation_tokens=self._generation_tokens,
+            prefix_cache_queries=scheduler.prefix_cache_queries,
+            prefix_cache_hits=scheduler.prefix_cache_hits,
+            requests_succeeded=dict(self._succeeded),
+            running_adapters=self._names_of(list(scheduler.running)),
+            waiting_adapters=self._names_of(list(scheduler.waiting)),
+            resident_adapters=self.adapters.resident,
+            num_lora_pages=self.adapters.num_pages,
+            num_free_lora_pages=self.adapters.num_free_pages,
+        )
+
+    def register(self, name: str, manifest: AdapterManifest) -> None:
+        """Point a name to an adapter that every rank has staged."""
+        self.adapters.register(name, manifest)
+
+    def _push(self, completion: Completion, news: NewToken) -> CompletionDelta:
+        sequence = completion.sequence
+        delta = completion.push(news.sampled.token_id, news.sampled.logprobs)
+        self._generation_tokens += 1
+        if delta.finish_reason is not None:
+            self.scheduler.finish(sequence, delta.finish_reason)
+            self._succeeded[delta.finish_reason] += 1
+            del self._completions[sequence.request_id]
+        return delta
+
+    def _sequence(
+        self, request: GenerateRequest, token_ids: list[int], index: int, adapter: Version | None
+    ) -> SequenceState:
+        params = request.sampling_params
+        seed = self._random.getrandbits(63) if params.seed is None else params.seed + index
+        stops = tuple(params.stop_token_ids or ())
+        if not params.ignore_eos:
+            stops += tuple(token for token in self.info.eos_token_ids if token not in stops)
+        room = self.info.max_model_len - len(token_ids)
+        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        self._next_id += 1
+        params = replace(params, max_tokens=max_tokens, min_tokens=min(params.min_tokens, max_tokens))
+        return SequenceState(self._next_id, token_ids, params, seed, stops, adapter)
+
+    def _check(self, request: GenerateRequest, token_ids: list[int]) -> None:
+        vocab_size, max_model_len = self.info.vocab_size, self.info.max_model_len
+        params = request.sampling_params
+        if not token_ids:
+            raise InvalidRequestError("The prompt is empty.", "prompt")
+        if len(token_ids) >= max_model_len:
+            raise InvalidRequestError(
+                f"This model's maximum context length is {max_model_len} tokens; the prompt has {len(token_ids)}, "
+                "which leaves none for the answer.",
+                "prompt",
+            )
+        for param, tokens in (
+            ("prompt", token_ids),
+            ("stop_token_ids", params.stop_token_ids or ()),
+            ("logit_bias", params.logit_bias or ()),
+        ):
+            for token in tokens:
+                if not (isinstance(token, int) and 0 <= token < vocab_size):
+                    raise InvalidRequestError(f"{param} has {token!r}, not a token id below {vocab_size}.", param)
+
+    def _names_of(self, sequences: Iterable[SequenceState]) -> tuple[str, ...]:
+        versions = {sequence.adapter_version for sequence in sequences}
+        return tuple(info.name for info in self.adapters.list_adapters() if info.version in versions)

@@ -1,0 +1,42 @@
+"""What the engine needs from the ranks; `cluster/` implements it in this process and over Ray."""
+
+from typing import Protocol
+
+from ray_lora.adapter import AdapterManifest
+from ray_lora.step import ModelInfo, StepPlan, StepResult
+
+
+class Executor(Protocol):
+    """All ranks of a replica. `execute` is called from one thread; the adapter calls from any, at the same time."""
+
+    @property
+    def info(self) -> ModelInfo: ...
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one step on every rank and wait for it.
+
+        Raises:
+            EngineDeadError: a rank is gone or did not answer in time; nothing more can be executed.
+        """
+
+    def inspect_adapter(self, source: str) -> AdapterManifest:
+        """Read and check an adapter without changing what is served.
+
+        Raises:
+            AdapterRejectedError, InvalidRequestError, NotFoundError: what is wrong with it, naming the field.
+        """
+
+    def stage_adapter(self, manifest: AdapterManifest) -> None:
+        """Put an adapter into every rank's host memory; returns once all ranks agree on what they hold.
+
+        Raises:
+            RayLoraError: a rank failed or disagreed, and no rank holds it.
+        """
+
+    def drop_adapter(self, version: str) -> None:
+        """Free a staged adapter on every rank; no later plan may name it."""
+
+    def check_health(self) -> None:
+        """Raise EngineDeadError if a rank is gone."""
+
+    def shutdown(self) -> None: ...

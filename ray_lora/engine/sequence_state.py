@@ -1,0 +1,77 @@
+"""One completion on its way through the scheduler."""
+
+from ray_lora.engine.adapter_manager import Version
+from ray_lora.request import FinishReason, SamplingParams
+from ray_lora.step import TokenLogprobs
+
+
+class SequenceState:
+    """The tokens and counters of one completion. The scheduler alone changes it.
+
+    The KV of the first `num_computed_tokens` tokens is in `block_ids`; the keys of the first `len(block_keys)` blocks
+    are sealed, so others may share them.
+    """
+
+    __slots__ = (
+        "adapter",
+        "block_ids",
+        "block_keys",
+        "finish_reason",
+        "num_bypassed",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_prompt_tokens",
+        "prompt_logprobs",
+        "request_id",
+        "sampling_params",
+        "seed",
+        "started",
+        "stop_reason",
+        "stop_token_ids",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        request_id: int,
+        prompt_token_ids: list[int],
+        sampling_params: SamplingParams,
+        seed: int,
+        stop_token_ids: tuple[int, ...],
+        adapter: Version | None,
+    ) -> None:
+        self.request_id = request_id
+        self.token_ids = list(prompt_token_ids)
+        self.num_prompt_tokens = len(prompt_token_ids)
+        self.sampling_params = sampling_params
+        self.seed = seed
+        self.stop_token_ids = stop_token_ids
+        self.adapter = adapter
+        self.num_computed_tokens = 0
+        self.num_cached_tokens = 0
+        self.block_ids: list[int] = []
+        self.block_keys: list[bytes] = []
+        self.num_bypassed = 0
+        """Requests admitted past this one while it waited for adapter pages."""
+        self.started = False
+        """Whether the ranks know its sampling parameters."""
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: str | int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_remaining_tokens(self) -> int:
+        """Tokens whose KV must still be computed before the next one can be sampled."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def adapter_version(self) -> str | None:
+        return None if self.adapter is None else self.adapter.manifest.version

@@ -1,0 +1,81 @@
+"""The errors of ray_lora: one tree, safe to pickle, free of HTTP.
+
+RayLoraError
+├── ConfigError               the server cannot start as configured
+├── InvalidRequestError       the caller's mistake; `param` names the field
+│   ├── AdapterRejectedError  an adapter that cannot be honoured exactly
+│   └── AdapterExistsError    the name is taken
+├── NotFoundError             no such model or adapter
+├── CapacityError             no room now; the same call may succeed later
+├── NumericsError             the model produced a value that is not a number
+└── EngineDeadError           a rank or the engine is gone
+
+`serve/http_errors.py` alone knows which HTTP status each one becomes.
+Every constructor hands all of its arguments to `super().__init__`, because exceptions cross actors pickled.
+"""
+
+
+class RayLoraError(Exception):
+    """Base of every error that ray_lora raises on purpose."""
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else type(self).__name__
+
+
+class ConfigError(RayLoraError):
+    """The server cannot start as configured; the message is one line that names the key and the remedy."""
+
+
+class InvalidRequestError(RayLoraError):
+    """The caller sent something that cannot be served.
+
+    Args:
+        message: what is wrong and what would be right.
+        param: the offending field, as the caller spells it.
+    """
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message, param)
+        self.param = param
+
+
+class AdapterRejectedError(InvalidRequestError):
+    """The adapter cannot be honoured exactly; `param` is the field of `adapter_config.json` or the tensor at fault."""
+
+
+class AdapterExistsError(InvalidRequestError):
+    """The adapter's name is taken by other content."""
+
+
+class NotFoundError(RayLoraError):
+    """No such model or adapter.
+
+    Args:
+        message: what was looked for.
+        param: the field that named it.
+    """
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message, param)
+        self.param = param
+
+
+class CapacityError(RayLoraError):
+    """No room at the moment.
+
+    Args:
+        message: which limit was met.
+        retry_after: seconds after which trying again makes sense, if known.
+    """
+
+    def __init__(self, message: str, retry_after: float | None = None) -> None:
+        super().__init__(message, retry_after)
+        self.retry_after = retry_after
+
+
+class NumericsError(RayLoraError):
+    """One row's logits are not finite; only its request ends."""
+
+
+class EngineDeadError(RayLoraError):
+    """A rank or the engine loop is gone; the replica must be rebuilt."""

@@ -1,0 +1,1 @@
+"""One rank, one step: a plan becomes tensors, tensors become tokens."""

@@ -1,0 +1,66 @@
+"""The device's adapter pages, 16 ranks each. Holds tensors, decides nothing; `AdapterManager` hands out the ids."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ray_lora.adapter import PAGE_RANK
+from ray_lora.adapters.shard import AdapterShard
+from ray_lora.architecture import Architecture
+
+
+@dataclass(frozen=True, slots=True)
+class FusedPages:
+    """The pages of one fused linear, for all layers of this rank."""
+
+    a: Tensor
+    """[num_layers, num_pages, num_slices, 16, in_features]"""
+    b: Tensor
+    """[num_layers, num_pages, 16, out_features], the scale folded in"""
+    slices: tuple[int, ...]
+    """Column offsets of the slices in `out_features`, from 0 to the end."""
+
+
+class AdapterPool:
+    """Pages of every fused linear, allocated once; ranks past an adapter's own are zero."""
+
+    def __init__(
+        self, arch: Architecture, rank: int, tp_size: int, num_pages: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.num_pages = num_pages
+        self.fused: dict[str, FusedPages] = {}
+        self._places: dict[str, tuple[str, int]] = {}
+        for fused in arch.fused_linears:
+            offsets = [0]
+            for index, projection in enumerate(fused.slices):
+                part = projection.shard(rank, tp_size)
+                width = part.stop - part.start if projection.style == "column" else projection.out_features
+                offsets.append(offsets[-1] + width)
+                self._places[projection.name] = (fused.name, index)
+            first = fused.slices[0]
+            part = first.shard(rank, tp_size)
+            in_features = part.stop - part.start if first.style == "row" else first.in_features
+            shape_a = (arch.num_layers, num_pages, len(fused.slices), PAGE_RANK, in_features)
+            shape_b = (arch.num_layers, num_pages, PAGE_RANK, offsets[-1])
+            self.fused[fused.name] = FusedPages(
+                torch.zeros(shape_a, dtype=dtype, device=device),
+                torch.zeros(shape_b, dtype=dtype, device=device),
+                tuple(offsets),
+            )
+
+    def write(self, pages: tuple[int, ...], shard: AdapterShard) -> None:
+        """Put an adapter into its pages; whatever they held before is gone."""
+        for fused in self.fused.values():
+            for page in pages:
+                fused.a[:, page].zero_()
+                fused.b[:, page].zero_()
+        for entry in shard.entries:
+            name, index = self._places[entry.projection]
+            fused = self.fused[name]
+            columns = slice(fused.slices[index], fused.slices[index + 1])
+            lora_a, lora_b_t = shard.lora_a(entry), shard.lora_b_t(entry)
+            for page, first in zip(pages, range(0, entry.rank, PAGE_RANK), strict=False):
+                num_ranks = min(PAGE_RANK, entry.rank - first)
+                fused.a[entry.layer, page, index, :num_ranks] = lora_a[first : first + num_ranks]
+                fused.b[entry.layer, page, :num_ranks, columns] = lora_b_t[first : first + num_ranks]

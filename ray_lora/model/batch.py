@@ -1,0 +1,121 @@
+"""A `StepPlan` as tensors: built once per step on the host, read by every layer."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ray_lora.model.rotary import RotaryTables
+from ray_lora.ops.attention import AttentionTables
+from ray_lora.ops.lora import Segments
+from ray_lora.step import StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step's input on one rank."""
+
+    token_ids: Tensor
+    """[num_tokens] int64"""
+    tables: AttentionTables
+    cos: Tensor
+    sin: Tensor
+    """Rotary tables that `tables.positions` points into."""
+    segments: Mapping[str, Segments]
+    """By fused linear; one that no adapter of this step changes is absent, and so is everything in a base-only step."""
+
+
+def build_batch(
+    plan: StepPlan,
+    block_size: int,
+    rotary: RotaryTables,
+    prompt_len: Callable[[int], int],
+    fused_modules: Mapping[str, frozenset[str]],
+    device: torch.device,
+) -> Batch:
+    """Lay out a plan's tokens one sequence after another.
+
+    Args:
+        prompt_len: tokens in a request's prompt, by request id; asked only where rotary frequencies depend on it.
+        fused_modules: by adapter version, the fused linears that it changes.
+    """
+    token_ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    query_starts = [0]
+    for sequence in plan.sequences:
+        token_ids.extend(sequence.token_ids)
+        for position in range(sequence.start, sequence.start + len(sequence.token_ids)):
+            positions.append(position)
+            slots.append(sequence.block_ids[position // block_size] * block_size + position % block_size)
+        query_starts.append(len(token_ids))
+    block_tables = np.zeros((len(plan.sequences), max(len(s.block_ids) for s in plan.sequences)), dtype=np.int32)
+    for index, sequence in enumerate(plan.sequences):
+        block_tables[index, : len(sequence.block_ids)] = sequence.block_ids
+    cos, sin, rotary_rows = rotary.cos, rotary.sin, positions
+    if rotary.is_length_dependent:
+        cos, sin = rotary.dynamic_rows(positions, _rotary_lengths(plan, prompt_len))
+        rotary_rows = list(range(len(positions)))
+
+    def int32(values: "list[int] | np.ndarray[tuple[int, ...], np.dtype[np.int32]]") -> Tensor:
+        return torch.as_tensor(values, dtype=torch.int32).to(device)
+
+    tables = AttentionTables(
+        query_starts=int32(query_starts),
+        context_lens=int32([sequence.start + len(sequence.token_ids) for sequence in plan.sequences]),
+        block_tables=int32(block_tables),
+        positions=int32(rotary_rows),
+        slot_mapping=int32(slots),
+    )
+    return Batch(
+        torch.tensor(token_ids, dtype=torch.int64).to(device),
+        tables,
+        cos,
+        sin,
+        build_segments(plan, query_starts, fused_modules, device),
+    )
+
+
+def build_segments(
+    plan: StepPlan, query_starts: list[int], fused_modules: Mapping[str, frozenset[str]], device: torch.device
+) -> dict[str, Segments]:
+    """Which rows each adapter of the plan changes, for every fused linear that at least one of them changes."""
+    rows: list[list[int]] = [[] for _ in plan.adapters]
+    for index, sequence in enumerate(plan.sequences):
+        if sequence.adapter >= 0:
+            rows[sequence.adapter].extend(range(query_starts[index], query_starts[index + 1]))
+    touched = [fused_modules[adapter.version] for adapter in plan.adapters]
+    built: dict[tuple[int, ...], Segments] = {}
+    segments: dict[str, Segments] = {}
+    for name in sorted(frozenset().union(*touched)):
+        members = tuple(index for index, names in enumerate(touched) if name in names)
+        if members not in built:
+            built[members] = _segments(
+                (rows[index] for index in members), (plan.adapters[index].pages for index in members), device
+            )
+        segments[name] = built[members]
+    return segments
+
+
+def _segments(rows: Iterable[list[int]], pages: Iterable[tuple[int, ...]], device: torch.device) -> Segments:
+    row_ids, row_starts, page_ids, page_starts = list[int](), [0], list[int](), [0]
+    for members, held in zip(rows, pages, strict=True):
+        row_ids.extend(members)
+        row_starts.append(len(row_ids))
+        page_ids.extend(held)
+        page_starts.append(len(page_ids))
+    tables = (
+        torch.tensor(values, dtype=torch.int32).to(device) for values in (row_ids, row_starts, page_ids, page_starts)
+    )
+    return Segments(*tables)
+
+
+def _rotary_lengths(plan: StepPlan, prompt_len: Callable[[int], int]) -> list[int]:
+    """For each row the sequence length that its frequencies depend on: the prompt's, or its own once generated."""
+    lengths: list[int] = []
+    for sequence in plan.sequences:
+        prompt = prompt_len(sequence.request_id)
+        lengths.extend(max(prompt, sequence.start + i + 1) for i in range(len(sequence.token_ids)))
+    return lengths

@@ -1,0 +1,171 @@
+"""The decoder: Llama, Mistral, Qwen2 and Qwen3, told apart by `Architecture`. Reads top to bottom."""
+
+import torch
+from torch import Tensor
+
+from ray_lora.architecture import Architecture, FusedLinear
+from ray_lora.backends.base import Backend
+from ray_lora.model.adapter_pool import AdapterPool
+from ray_lora.model.batch import Batch
+from ray_lora.model.checkpoint import Checkpoint
+from ray_lora.model.kv_cache import KVCache
+from ray_lora.model.tensor_parallel import TensorParallel
+
+
+class Decoder:
+    """One rank's part of the model."""
+
+    def __init__(
+        self,
+        arch: Architecture,
+        checkpoint: Checkpoint,
+        cache: KVCache,
+        pool: AdapterPool | None,
+        parallel: TensorParallel,
+        backend: Backend,
+    ) -> None:
+        self._backend = backend
+        self._embedding = VocabEmbedding(arch, checkpoint, parallel, backend)
+        self._layers = [
+            DecoderLayer(arch, layer, checkpoint, cache.layers[layer], pool, parallel, backend)
+            for layer in range(arch.num_layers)
+        ]
+        self._final_norm = checkpoint.tensor("model.norm.weight", (arch.hidden_size,)).to(backend.device)
+        self._head = VocabHead(arch, checkpoint, parallel, backend)
+        self._eps = arch.rms_norm_eps
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Compute every row's KV and return the final hidden states [num_tokens, hidden_size]."""
+        residual = self._embedding(batch.token_ids)
+        hidden = self._backend.rms_norm(residual, self._layers[0].input_norm, self._eps)
+        next_norms = [layer.input_norm for layer in self._layers[1:]] + [self._final_norm]
+        for layer, next_norm in zip(self._layers, next_norms, strict=True):
+            hidden = layer.attend(hidden, batch)
+            hidden = self._backend.add_rms_norm_(residual, hidden, layer.post_attention_norm, self._eps)
+            hidden = layer.mlp(hidden, batch)
+            hidden = self._backend.add_rms_norm_(residual, hidden, next_norm, self._eps)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor | None:
+        """Logits [num_rows, vocab_size] on rank 0, None on the others; every rank must call it."""
+        return self._head(hidden)
+
+
+class DecoderLayer:
+    """Attention and a gated MLP; each returns what is to be added to the residual stream."""
+
+    def __init__(
+        self,
+        arch: Architecture,
+        layer: int,
+        checkpoint: Checkpoint,
+        cache: tuple[Tensor, Tensor],
+        pool: AdapterPool | None,
+        parallel: TensorParallel,
+        backend: Backend,
+    ) -> None:
+        def norm(name: str, size: int) -> Tensor:
+            return checkpoint.tensor(f"model.layers.{layer}.{name}.weight", (size,)).to(backend.device)
+
+        self._backend = backend
+        self._parallel = parallel
+        self._k_cache, self._v_cache = cache
+        self._eps = arch.rms_norm_eps
+        self._scale = arch.head_dim**-0.5
+        self._window = arch.sliding_windows[layer]
+        self.input_norm = norm("input_layernorm", arch.hidden_size)
+        self.post_attention_norm = norm("post_attention_layernorm", arch.hidden_size)
+        self._q_norm = norm("self_attn.q_norm", arch.head_dim) if arch.qk_norm else None
+        self._k_norm = norm("self_attn.k_norm", arch.head_dim) if arch.qk_norm else None
+        self._qkv, self._o, self._gate_up, self._down = (
+            LoRALinear(fused, layer, checkpoint, pool, parallel, backend) for fused in arch.fused_linears
+        )
+
+    def attend(self, hidden: Tensor, batch: Batch) -> Tensor:
+        backend, tables = self._backend, batch.tables
+        qkv = self._qkv(hidden, batch)
+        backend.rotary_and_cache_(
+            qkv, self._q_norm, self._k_norm, self._eps, batch.cos, batch.sin, self._k_cache, self._v_cache, tables
+        )
+        attended = backend.paged_attention(qkv, self._k_cache, self._v_cache, tables, self._scale, self._window)
+        return self._parallel.all_reduce_(self._o(attended, batch))
+
+    def mlp(self, hidden: Tensor, batch: Batch) -> Tensor:
+        activated = self._backend.silu_and_mul(self._gate_up(hidden, batch))
+        return self._parallel.all_reduce_(self._down(activated, batch))
+
+
+class LoRALinear:
+    """A rank's part of a fused linear layer, plus the delta of every adapter in the batch.
+
+    Column-parallel: A whole, B cut with the outputs. Row-parallel: A cut with the inputs, B whole, and the delta joins
+    the base's partial sum before the caller's all-reduce.
+    """
+
+    def __init__(
+        self,
+        fused: FusedLinear,
+        layer: int,
+        checkpoint: Checkpoint,
+        pool: AdapterPool | None,
+        parallel: TensorParallel,
+        backend: Backend,
+    ) -> None:
+        weight, bias = checkpoint.fused_linear(layer, fused, parallel.rank, parallel.size)
+        device = backend.device
+        self._name = fused.name
+        self._add_lora_ = backend.add_lora_
+        self._base = backend.linear(weight.to(device), None if bias is None else bias.to(device))
+        if pool is not None:
+            pages = pool.fused[fused.name]
+            self._pool_a, self._pool_b, self._slices = pages.a[layer], pages.b[layer], pages.slices
+
+    def __call__(self, x: Tensor, batch: Batch) -> Tensor:
+        y = self._base(x)
+        segments = batch.segments.get(self._name)
+        if segments is not None:
+            self._add_lora_(y, x, self._pool_a, self._pool_b, self._slices, segments)
+        return y
+
+
+class VocabEmbedding:
+    """Token embeddings, cut over the ranks by vocabulary."""
+
+    def __init__(self, arch: Architecture, checkpoint: Checkpoint, parallel: TensorParallel, backend: Backend) -> None:
+        part = vocab_shard(arch.vocab_size, parallel)
+        shape = (arch.vocab_size, arch.hidden_size)
+        self._weight = checkpoint.tensor("model.embed_tokens.weight", shape, rows=part).to(backend.device)
+        self._first, self._parallel = part.start, parallel
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        if self._parallel.size == 1:
+            return torch.nn.functional.embedding(token_ids, self._weight)
+        local = token_ids - self._first
+        absent = (local < 0) | (local >= self._weight.shape[0])
+        rows = torch.nn.functional.embedding(local.masked_fill(absent, 0), self._weight)
+        return self._parallel.all_reduce_(rows.masked_fill_(absent.unsqueeze(1), 0))
+
+
+class VocabHead:
+    """The output projection, cut over the ranks by vocabulary and gathered on rank 0."""
+
+    def __init__(self, arch: Architecture, checkpoint: Checkpoint, parallel: TensorParallel, backend: Backend) -> None:
+        name = "lm_head.weight"
+        if arch.tie_word_embeddings:
+            name = "model.embed_tokens.weight"
+        part = vocab_shard(arch.vocab_size, parallel)
+        weight = checkpoint.tensor(name, (arch.vocab_size, arch.hidden_size), rows=part)
+        width = -(-arch.vocab_size // parallel.size)
+        if weight.shape[0] < width:
+            weight = torch.cat((weight, weight.new_zeros(width - weight.shape[0], arch.hidden_size)))
+        self._base = backend.linear(weight.to(backend.device), None)
+        self._parallel, self._vocab_size = parallel, arch.vocab_size
+
+    def __call__(self, hidden: Tensor) -> Tensor | None:
+        return self._parallel.gather_columns(self._base(hidden), self._vocab_size)
+
+
+def vocab_shard(vocab_size: int, parallel: TensorParallel) -> slice:
+    """Rows of the vocabulary on this rank; the last ranks hold fewer where the size does not divide."""
+    width = -(-vocab_size // parallel.size)
+    return slice(min(parallel.rank * width, vocab_size), min((parallel.rank + 1) * width, vocab_size))

@@ -1,0 +1,148 @@
+"""One rank: its part of the model, its caches, and the execution of plans."""
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from ray_lora.adapters.shard import DTYPES, AdapterShard
+from ray_lora.architecture import Architecture, read_architecture
+from ray_lora.backends.base import Backend
+from ray_lora.config import EngineConfig
+from ray_lora.errors import ConfigError
+from ray_lora.model.adapter_pool import AdapterPool
+from ray_lora.model.batch import Batch, build_batch
+from ray_lora.model.checkpoint import Checkpoint
+from ray_lora.model.kv_cache import KVCache, block_bytes
+from ray_lora.model.llama import Decoder
+from ray_lora.model.rotary import RotaryTables
+from ray_lora.model.sampler import Sampler, token_logprobs
+from ray_lora.model.tensor_parallel import TensorParallel
+from ray_lora.step import ModelInfo, SampledToken, SequencePlan, StepPlan, StepResult, TokenLogprobs
+
+PROMPT_LOGPROB_ROWS = 64
+"""Rows of logits held at once for `prompt_logprobs`."""
+
+
+class ModelRunner:
+    """Executes plans in the order given. Adapters are staged in host memory from another thread meanwhile."""
+
+    def __init__(self, config: EngineConfig, parallel: TensorParallel, backend: Backend) -> None:
+        arch = read_architecture(config.model_path)
+        arch.check_tensor_parallel(parallel.size)
+        dtype = resolve_dtype(config.dtype, arch, backend)
+        self.arch = arch
+        self.adapter_dtype = dtype if config.lora_dtype == "auto" else DTYPES[config.lora_dtype]
+        self.info = model_info(config, arch, parallel.size, dtype)
+        self._parallel = parallel
+        self._backend = backend
+        self._block_size = config.block_size
+        self._rotary = RotaryTables(arch, self.info.max_model_len, backend.device)
+        cache = KVCache(arch, parallel.size, self.info.num_kv_blocks, config.block_size, dtype, backend)
+        self._pool = (
+            AdapterPool(arch, parallel.rank, parallel.size, config.num_lora_pages, self.adapter_dtype, backend.device)
+            if config.num_lora_pages
+            else None
+        )
+        self._decoder = Decoder(arch, Checkpoint(config.model_path, arch, dtype), cache, self._pool, parallel, backend)
+        self._sampler = Sampler()
+        self._staged: dict[str, AdapterShard] = {}
+        self._fused_modules: dict[str, frozenset[str]] = {}
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepResult | None:
+        """Run one step; rank 0 returns what was sampled, the others None."""
+        for request_id in plan.finished:
+            self._sampler.finish(request_id)
+        for start in plan.starts:
+            self._sampler.start(start)
+        for adapter in plan.page_ins:
+            assert self._pool is not None, "a plan pages in an adapter, but LoRA is off"
+            self._pool.write(adapter.pages, self._staged[adapter.version])
+        batch = build_batch(
+            plan, self._block_size, self._rotary, self._prompt_len, self._fused_modules, self._backend.device
+        )
+        return self._finish(plan, batch, self._decoder.forward(batch))
+
+    def stage(self, shard: AdapterShard) -> None:
+        """Keep this rank's part of an adapter in host memory, from where plans page it in."""
+        self._fused_modules[shard.version] = shard.fused_modules(self.arch)
+        self._staged[shard.version] = shard
+
+    def drop(self, version: str) -> None:
+        """Free a staged adapter, if there is one of that version."""
+        self._staged.pop(version, None)
+        self._fused_modules.pop(version, None)
+
+    @property
+    def staged_versions(self) -> frozenset[str]:
+        return frozenset(self._staged)
+
+    def _finish(self, plan: StepPlan, batch: Batch, hidden: Tensor) -> StepResult | None:
+        last_rows = (batch.tables.query_starts[1:] - 1).long()
+        sampling = [index for index, sequence in enumerate(plan.sequences) if sequence.sample]
+        prompt_logprobs = self._prompt_logprobs(plan, batch, hidden)
+        sampled: tuple[SampledToken, ...] = ()
+        if sampling:
+            rows = last_rows if len(sampling) == len(plan.sequences) else last_rows[sampling]
+            logits = self._decoder.logits(hidden[rows])
+            if logits is not None:
+                sampled = self._sampler.sample([plan.sequences[index] for index in sampling], logits.cpu())
+        if self._parallel.rank != 0:
+            return None
+        return StepResult(plan.step_id, sampled, prompt_logprobs)
+
+    def _prompt_logprobs(self, plan: StepPlan, batch: Batch, hidden: Tensor) -> dict[int, tuple[TokenLogprobs, ...]]:
+        wanted = [index for index, sequence in enumerate(plan.sequences) if sequence.prompt_logprobs]
+        if not wanted:
+            return {}
+        starts = list(pairwise(batch.tables.query_starts.tolist()))
+        return {
+            plan.sequences[index].request_id: tuple(self._chunk_logprobs(plan.sequences[index], hidden, *starts[index]))
+            for index in wanted
+        }
+
+    def _chunk_logprobs(self, sequence: SequencePlan, hidden: Tensor, first: int, last: int) -> Iterator[TokenLogprobs]:
+        """Logprobs of the prompt tokens that follow rows `first:last`; empty on ranks other than 0."""
+        targets = self._sampler.prompt(sequence.request_id)[sequence.start + 1 : sequence.start + last - first + 1]
+        num_top = self._sampler.num_prompt_logprobs(sequence.request_id)
+        for begin in range(0, len(targets), PROMPT_LOGPROB_ROWS):
+            part = targets[begin : begin + PROMPT_LOGPROB_ROWS]
+            logits = self._decoder.logits(hidden[first + begin : first + begin + len(part)])
+            if logits is not None:
+                for row, token_id in zip(logits.float().cpu(), part, strict=True):
+                    yield token_logprobs(row, token_id, num_top)
+
+    def _prompt_len(self, request_id: int) -> int:
+        return len(self._sampler.prompt(request_id))
+
+
+def resolve_dtype(name: str, arch: Architecture, backend: Backend) -> torch.dtype:
+    """`auto` is the checkpoint's type, but float32 on a CPU."""
+    if name == "auto":
+        name = "float32" if backend.device.type == "cpu" else arch.dtype
+    if name not in DTYPES:
+        raise ConfigError(f"dtype {name!r} is not supported; supported are {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def model_info(config: EngineConfig, arch: Architecture, tp_size: int, dtype: torch.dtype) -> ModelInfo:
+    """What this rank can serve within its configured memory.
+
+    Raises:
+        ConfigError: `max_model_len` is beyond the model, or the KV cache cannot hold one sequence of that length.
+    """
+    longest = arch.max_context_len
+    max_model_len = config.max_model_len or longest
+    if max_model_len > longest:
+        raise ConfigError(f"max_model_len {max_model_len} exceeds the model's {longest}")
+    bytes_per_block = block_bytes(arch, tp_size, config.block_size, dtype)
+    num_blocks = config.kv_cache_memory_bytes // bytes_per_block
+    needed = -(-max_model_len // config.block_size)
+    if num_blocks < needed:
+        raise ConfigError(
+            f"kv_cache_memory_bytes {config.kv_cache_memory_bytes} holds {num_blocks * config.block_size} tokens but "
+            f"max_model_len is {max_model_len}; give at least {needed * bytes_per_block} bytes or lower max_model_len"
+        )
+    return ModelInfo(arch.vocab_size, max_model_len, num_blocks, arch.eos_token_ids)

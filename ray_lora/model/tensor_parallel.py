@@ -1,0 +1,30 @@
+"""This rank's place among the ranks, and the collectives of a step."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TensorParallel:
+    """`group` joins the ranks for steps alone; adapter loads have a group of their own."""
+
+    rank: int = 0
+    size: int = 1
+    group: "dist.ProcessGroup | None" = None
+
+    def all_reduce_(self, x: Tensor) -> Tensor:
+        """Sum over the ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(x, group=self.group)
+        return x
+
+    def gather_columns(self, x: Tensor, total: int) -> Tensor | None:
+        """On rank 0, the ranks' columns side by side, cut to `total`; None elsewhere. All parts have one shape."""
+        if self.size == 1:
+            return x
+        parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else None
+        dist.gather(x, parts, dst=0, group=self.group)
+        return None if parts is None else torch.cat(parts, dim=1)[:, :total]

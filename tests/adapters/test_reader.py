@@ -1,0 +1,134 @@
+import json
+import os
+import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ray_lora.adapters import reader as reader_module
+from ray_lora.adapters.peft_weights import AdapterWeights
+from ray_lora.adapters.reader import AdapterReader
+from ray_lora.adapters.store import AdapterStore
+from ray_lora.architecture import Architecture
+from ray_lora.errors import AdapterRejectedError, InvalidRequestError, NotFoundError
+
+
+@pytest.fixture
+def reader(tmp_path: Path, arch: Architecture) -> AdapterReader:
+    return AdapterReader(arch, AdapterStore(tmp_path / "store"), max_lora_rank=64)
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Grows by one path whenever an adapter's files are read."""
+    paths: list[Path] = []
+    read_weights = reader_module.read_weights
+
+    def counted(directory: Path, arch: Architecture, max_lora_rank: int) -> AdapterWeights:
+        paths.append(directory)
+        return read_weights(directory, arch, max_lora_rank)
+
+    monkeypatch.setattr(reader_module, "read_weights", counted)
+    return paths
+
+
+def set_alpha(directory: Path, alpha: float) -> None:
+    file = directory / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"lora_alpha": alpha}))
+
+
+def test_the_manifest_tells_what_was_checked(
+    reader: AdapterReader, tmp_path: Path, save_adapter: Callable[..., Any]
+) -> None:
+    source = tmp_path / "source"
+    fields = {"target_modules": ["down_proj", "q_proj", "v_proj"], "rank_pattern": {"down_proj": 20}}
+    save_adapter(source, exclude_modules=["layers.0.self_attn.q_proj"], dtype=torch.bfloat16, **fields)
+    manifest = reader.inspect(str(source))
+    assert manifest.path == str(reader.store.directory / manifest.version)
+    assert manifest.source == str(source)
+    assert (manifest.rank, manifest.num_pages) == (20, 2)
+    assert manifest.modules == ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj")
+    q, v, down = 8 * (64 + 64), 8 * (64 + 32), 20 * (128 + 64)
+    assert manifest.num_bytes == 2 * (q + 2 * v + 2 * down)
+    assert len(reader.read(manifest).modules) == 5
+
+
+def test_a_read_after_its_inspection_reads_no_file(reader: AdapterReader, adapter_dir: Path, reads: list[Path]) -> None:
+    manifest = reader.inspect(str(adapter_dir))
+    first = reader.read(manifest)
+    assert len(reads) == 1
+    second = reader.read(manifest)
+    assert reads[1:] == [Path(manifest.path)]
+    for module, weight in first.modules.items():
+        assert torch.equal(second.modules[module].lora_b, weight.lora_b)
+
+
+def test_only_the_last_inspections_are_kept_in_memory(
+    reader: AdapterReader, adapter_dir: Path, reads: list[Path]
+) -> None:
+    manifests = []
+    for alpha in (1, 2, 3):
+        set_alpha(adapter_dir, alpha)
+        manifests.append(reader.inspect(str(adapter_dir)))
+    for manifest in manifests:
+        reader.read(manifest)
+    assert reads[3:] == [Path(manifests[0].path)]
+
+
+def test_a_manifest_can_be_read_when_the_source_is_gone(
+    reader: AdapterReader, adapter_dir: Path, arch: Architecture
+) -> None:
+    manifest = reader.inspect(str(adapter_dir))
+    shutil.rmtree(adapter_dir)
+    elsewhere = AdapterReader(arch, AdapterStore(reader.store.directory), max_lora_rank=64)
+    assert set(elsewhere.read(manifest).modules) == {(1, "self_attn.q_proj"), (1, "mlp.down_proj")}
+
+
+def test_a_new_content_at_the_same_path_is_a_new_version(reader: AdapterReader, adapter_dir: Path) -> None:
+    old = reader.inspect(str(adapter_dir))
+    set_alpha(adapter_dir, 16)
+    new = reader.inspect(str(adapter_dir))
+    assert old.version != new.version
+    module = (1, "self_attn.q_proj")
+    assert torch.equal(reader.read(new).modules[module].lora_b, 2 * reader.read(old).modules[module].lora_b)
+
+
+def test_a_refused_adapter_leaves_nothing_in_the_store(adapter_dir: Path, tmp_path: Path, arch: Architecture) -> None:
+    reader = AdapterReader(arch, AdapterStore(tmp_path / "store"), max_lora_rank=2)
+    with pytest.raises(AdapterRejectedError, match="max_lora_rank"):
+        reader.inspect(str(adapter_dir))
+    assert list(reader.store.directory.iterdir()) == []
+
+
+def test_a_home_directory_is_expanded(
+    reader: AdapterReader, adapter_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(os.environ, "HOME", str(adapter_dir.parent))
+    assert reader.inspect("~/adapter").source == "~/adapter"
+
+
+@pytest.mark.parametrize("source", ["", None, 3])
+def test_no_path_is_an_invalid_request(source: Any, reader: AdapterReader) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        reader.inspect(source)
+    assert caught.value.param == "lora_path"
+
+
+@pytest.mark.parametrize("source", ["/does/not/exist", "~no_such_user/x", "acme/adapter-on-a-hub", "a\0b"])
+def test_an_unknown_path_is_not_found(source: str, reader: AdapterReader) -> None:
+    with pytest.raises(NotFoundError) as caught:
+        reader.inspect(source)
+    assert caught.value.param == "lora_path"
+
+
+def test_threads_may_share_a_reader(reader: AdapterReader, adapter_dir: Path) -> None:
+    def load(_: int) -> AdapterWeights:
+        return reader.read(reader.inspect(str(adapter_dir)))
+
+    with ThreadPoolExecutor(4) as pool:
+        loaded = list(pool.map(load, range(12)))
+    assert all(len(weights.modules) == 2 for weights in loaded)
