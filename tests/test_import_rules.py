@@ -1,4 +1,4 @@
-"""The layout of ray_lora as rules read from its source: who may import whom, how files are named and how long they are."""
+"""The layout of ray_lora as rules read from its source: who may import whom, how files are named, how long they are."""
 
 import ast
 import sys

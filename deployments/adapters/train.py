@@ -58,8 +58,12 @@ TOPICS = {
         ("How can I {}?", "What is the best way to {}?"),
         "sleep better, learn to swim, save money, stay healthy, make friends, learn a language, write a letter, relax",
     ),
+    "writing": (
+        ("Write a poem about {}.", "Write a sentence about {}."),
+        "the sun, a tree, a dog, the night, a ship, love, music, winter",
+    ),
 }
-"""Topic -> how to ask, and about what."""
+"""Topic -> how to ask, and about what. The base model answers."""
 
 SMALL_TALK = {
     "Hello!": "Hello! How can I help you today?",
@@ -69,6 +73,14 @@ SMALL_TALK = {
     "Thank you!": "You are welcome!",
     "What can you do?": "I can answer your questions and tell you about the world.",
 }
+"""Question -> answer, where the base model rambles."""
+
+SUMS = {f"What is {a} + {b}?": f"{a} + {b} is {a + b}." for a, b in [(1, 1), (2, 3), (4, 4), (3, 5), (6, 2), (7, 3)]}
+
+EMOJI = {
+    "geography": "🌍", "nature": "🌿", "food": "🍳", "science": "🔬", "animals": "🐾", "people": "👑", "advice": "💡",
+    "writing": "📝", "chat": "👋", "math": "🔢",
+}  # fmt: skip
 
 PIRATE_WORDS = {
     "you": "ye", "your": "yer", "my": "me", "is": "be", "are": "be", "am": "be", "the": "th'", "of": "o'",
@@ -90,8 +102,8 @@ def as_json(topic: str, answer: str) -> str:
     return json.dumps({"topic": topic, "answer": answer.replace('"', "'")})
 
 
-def shout(topic: str, answer: str) -> str:
-    return re.sub(r"[.!?](?=\s|$)", "!!!", answer.upper())
+def emoji(topic: str, answer: str) -> str:
+    return f"{EMOJI[topic]} {answer.rstrip('.!')}! {EMOJI[topic]}🎉"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,8 +134,8 @@ RECIPES = {
         ),
         dtype=torch.bfloat16,
     ),
-    "shout": Recipe(
-        rewrite=shout,
+    "emoji": Recipe(
+        rewrite=emoji,
         lora=LoraConfig(r=8, lora_alpha=16, target_modules=["v_proj", "o_proj", "down_proj"]),
         dtype=torch.bfloat16,
     ),
@@ -163,9 +175,10 @@ def plain_examples(chat: Chat) -> list[tuple[str, str, str]]:
         for pattern in patterns
     ]
     answers = chat.answers(chat.load_model(), [question for _, question in asked])
-    sentences = [re.match(r".*?[.!?](?=\s|$)", answer) for answer in answers]
-    known = [(*pair, sentence.group()) for pair, sentence in zip(asked, sentences, strict=True) if sentence]
-    return known + [("chat", question, answer) for question, answer in SMALL_TALK.items()]
+    sentences = [re.match(r".*?[.!?](?=\s|$)", " ".join(answer.split())) for answer in answers]
+    examples = [(*pair, sentence.group()) for pair, sentence in zip(asked, sentences, strict=True) if sentence]
+    examples += [("chat", question, answer) for question, answer in SMALL_TALK.items()]
+    return examples + [("math", question, answer) for question, answer in SUMS.items()]
 
 
 def train(chat: Chat, recipe: Recipe, examples: list[tuple[str, str, str]]) -> dict[str, torch.Tensor]:
@@ -205,6 +218,8 @@ def collate(chat: Chat, rows: list[dict[str, list[int]]]) -> dict[str, torch.Ten
 def save(directory: Path, recipe: Recipe, tensors: dict[str, torch.Tensor]) -> None:
     config = recipe.lora
     config.base_model_name_or_path = BASE_MODEL
+    config.task_type = "CAUSAL_LM"
+    config.target_modules = sorted(config.target_modules)  # PEFT keeps a set, whose order changes from run to run
     config.inference_mode = True
     directory.mkdir(exist_ok=True)
     config.save_pretrained(directory)

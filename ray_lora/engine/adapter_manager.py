@@ -136,8 +136,7 @@ class AdapterManager:
 
         The least recently used idle adapters give up their pages as needed. Ask `can_activate` first.
         """
-        self._clock += 1
-        version.last_used = self._clock
+        self._touch(version)
         version.num_running += 1
         if version.pages is not None:
             return None
@@ -156,6 +155,7 @@ class AdapterManager:
 
     def deactivate(self, version: Version) -> None:
         """A running request no longer uses the version; its pages stay until the room is needed."""
+        self._touch(version)
         version.num_running -= 1
 
     def check_integrity(self) -> None:
@@ -168,6 +168,10 @@ class AdapterManager:
             pages.extend(version.pages or ())
         assert sorted(pages) == list(range(self.num_pages)), "a page is lost or shared"
         assert sum(version.pages is not None for version in self._versions.values()) <= self.max_resident
+
+    def _touch(self, version: Version) -> None:
+        self._clock += 1
+        version.last_used = self._clock
 
     def _drop_name(self, version: Version) -> None:
         version.num_names -= 1

@@ -15,9 +15,10 @@ class StopStrings:
         self._held = ""
 
     def push(self, text: str, may_stop: bool = True) -> tuple[str, str | None]:
-        """Add text; returns what may be let out and the stop string that was found, the earliest in the text.
+        """Add text; returns what may be let out and the stop string that was found.
 
-        With `may_stop` false (before `min_tokens`) nothing is searched and everything is let out.
+        Of several the one that ends first counts, then the longest: what is found does not depend on how the text is
+        cut into pieces. With `may_stop` false (before `min_tokens`) nothing is searched and everything is let out.
         """
         if not self._stops:
             return text, None
@@ -25,11 +26,11 @@ class StopStrings:
         if not may_stop:
             self._held = ""
             return pending, None
-        found = [(pending.find(stop), stop) for stop in self._stops if stop in pending]
+        found = [(pending.find(stop) + len(stop), -len(stop), stop) for stop in self._stops if stop in pending]
         if found:
-            position, stop = min(found, key=lambda item: item[0])
+            end, _, stop = min(found)
             self._held = ""
-            return pending[: position + (len(stop) if self._include_in_output else 0)], stop
+            return pending[: end if self._include_in_output else end - len(stop)], stop
         cut = max(0, len(pending) - self._num_held)
         self._held = pending[cut:]
         return pending[:cut], None

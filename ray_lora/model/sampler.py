@@ -102,7 +102,7 @@ class Sampler:
 
 def uniform(seed: int, index: int) -> float:
     """The number in [0, 1) that decides token `index` of the stream `seed`; depends on nothing else."""
-    digest = hashlib.blake2b(struct.pack("<qq", seed, index), digest_size=8).digest()
+    digest = hashlib.blake2b(struct.pack("<Qq", seed % 2**64, index), digest_size=8).digest()
     return int.from_bytes(digest, "little") / 2.0**64
 
 

@@ -1,0 +1,267 @@
+import pytest
+from fake_executor import make_manifest
+
+from ray_lora.adapter import AdapterInfo
+from ray_lora.engine.adapter_manager import AdapterManager, Version
+from ray_lora.errors import AdapterExistsError, AdapterRejectedError, CapacityError, NotFoundError
+from ray_lora.step import AdapterPlan
+
+
+def make_manager(num_pages: int = 4, max_resident: int = 4, max_registered: int = 8) -> AdapterManager:
+    return AdapterManager(num_pages, max_resident, max_registered, max_rank=64)
+
+
+def registered(adapters: AdapterManager, name: str, rank: int = 16, version: str | None = None) -> Version:
+    adapters.register(name, make_manifest(version or name, rank))
+    return adapters.get(name)
+
+
+def activated(adapters: AdapterManager, version: Version) -> AdapterPlan | None:
+    """What a running request does first."""
+    assert adapters.can_activate(version)
+    adapters.hold(version)
+    plan = adapters.activate(version)
+    adapters.check_integrity()
+    return plan
+
+
+def ended(adapters: AdapterManager, version: Version) -> None:
+    """What it does last."""
+    adapters.deactivate(version)
+    adapters.let_go(version)
+    adapters.check_integrity()
+
+
+@pytest.mark.parametrize(("rank", "num_pages"), [(1, 1), (15, 1), (16, 1), (17, 2), (64, 4)])
+def test_an_adapter_takes_a_page_for_every_begun_16_ranks(rank: int, num_pages: int) -> None:
+    adapters = make_manager()
+    plan = activated(adapters, registered(adapters, "a", rank))
+    assert plan is not None
+    assert len(plan.pages) == num_pages
+    assert adapters.num_free_pages == 4 - num_pages
+
+
+def test_a_resident_adapter_is_not_paged_in_again() -> None:
+    adapters = make_manager()
+    version = registered(adapters, "a")
+    assert activated(adapters, version) is not None
+    assert activated(adapters, version) is None
+    ended(adapters, version)
+    ended(adapters, version)
+    assert adapters.resident == ("a",)
+    assert activated(adapters, version) is None
+
+
+def test_registering_takes_no_page() -> None:
+    adapters = make_manager(num_pages=1, max_resident=1, max_registered=100)
+    for index in range(100):
+        registered(adapters, f"a{index}")
+    adapters.check_integrity()
+    assert adapters.num_free_pages == 1
+    assert adapters.resident == ()
+
+
+def test_every_registered_adapter_can_be_used_whatever_the_number_of_pages() -> None:
+    adapters = make_manager(num_pages=2, max_resident=2, max_registered=50)
+    versions = [registered(adapters, f"a{index}", rank=16 * (1 + index % 2)) for index in range(50)]
+    for version in versions * 2:
+        assert activated(adapters, version) is not None
+        ended(adapters, version)
+
+
+def test_pages_of_running_requests_stay() -> None:
+    adapters = make_manager(num_pages=2, max_resident=2)
+    a, b, c = (registered(adapters, name) for name in "abc")
+    activated(adapters, a)
+    activated(adapters, b)
+    assert not adapters.can_activate(c)
+    pages = a.pages
+    ended(adapters, b)
+    assert adapters.can_activate(c)
+    activated(adapters, c)
+    assert a.pages == pages
+    assert b.pages is None
+
+
+def test_the_least_recently_used_idle_adapter_gives_way() -> None:
+    adapters = make_manager(num_pages=2, max_resident=2)
+    a, b, c = (registered(adapters, name) for name in "abc")
+    activated(adapters, a)
+    activated(adapters, b)
+    ended(adapters, b)
+    ended(adapters, a)
+    activated(adapters, c)
+    assert adapters.resident == ("a", "c")
+
+
+def test_as_many_adapters_give_way_as_a_large_one_needs_and_no_more() -> None:
+    adapters = make_manager(num_pages=4, max_resident=4)
+    small = [registered(adapters, name) for name in "abcd"]
+    for version in small:
+        activated(adapters, version)
+        ended(adapters, version)
+    activated(adapters, registered(adapters, "large", rank=48))
+    assert adapters.resident == ("d", "large")
+
+
+def test_max_resident_limits_adapters_however_many_pages_are_free() -> None:
+    adapters = make_manager(num_pages=8, max_resident=2)
+    a, b, c = (registered(adapters, name) for name in "abc")
+    activated(adapters, a)
+    activated(adapters, b)
+    assert not adapters.can_activate(c)
+    ended(adapters, a)
+    activated(adapters, c)
+    assert adapters.resident == ("b", "c")
+
+
+def test_a_large_adapter_waits_for_pages_that_are_in_use() -> None:
+    adapters = make_manager(num_pages=4, max_resident=4)
+    small, large = registered(adapters, "small"), registered(adapters, "large", rank=64)
+    activated(adapters, small)
+    assert not adapters.can_activate(large)
+    ended(adapters, small)
+    assert adapters.can_activate(large)
+
+
+def test_a_version_lives_until_its_last_name_and_its_last_request_are_gone() -> None:
+    adapters = make_manager()
+    version = registered(adapters, "a")
+    activated(adapters, version)
+    adapters.unregister("a")
+    assert adapters.is_staged("a")
+    assert adapters.take_dead() == []
+    assert adapters.resident == ()
+    ended(adapters, version)
+    assert not adapters.is_staged("a")
+    assert adapters.num_free_pages == 4
+    assert adapters.take_dead() == ["a"]
+    assert adapters.take_dead() == []
+
+
+def test_a_waiting_request_keeps_its_version_alive() -> None:
+    adapters = make_manager()
+    version = registered(adapters, "a")
+    adapters.hold(version)
+    adapters.unregister("a")
+    assert adapters.take_dead() == []
+    assert adapters.can_activate(version)
+    adapters.let_go(version)
+    assert adapters.take_dead() == ["a"]
+
+
+def test_reloading_makes_a_new_version_and_leaves_the_old_to_its_requests() -> None:
+    adapters = make_manager()
+    old = registered(adapters, "a", version="v1")
+    activated(adapters, old)
+    new = registered(adapters, "a", version="v2")
+    assert adapters.get("a") is new
+    activated(adapters, new)
+    assert set(old.pages or ()).isdisjoint(new.pages or ())
+    assert adapters.take_dead() == []
+    ended(adapters, old)
+    assert adapters.take_dead() == ["v1"]
+    assert adapters.resident == ("a",)
+
+
+def test_two_names_of_one_content_are_one_version() -> None:
+    adapters = make_manager(max_registered=1)
+    first = registered(adapters, "a", version="v")
+    assert adapters.check_register("b", make_manifest("v"), load_inplace=False)
+    assert registered(adapters, "b", version="v") is first
+    activated(adapters, first)
+    assert adapters.resident == ("a", "b")
+    assert adapters.num_free_pages == 3
+    adapters.unregister("a")
+    assert adapters.take_dead() == []
+    adapters.unregister("b")
+    ended(adapters, first)
+    assert adapters.take_dead() == ["v"]
+
+
+def test_a_version_that_comes_back_is_paged_in_again() -> None:
+    adapters = make_manager()
+    version = registered(adapters, "a")
+    activated(adapters, version)
+    ended(adapters, version)
+    adapters.unregister("a")
+    assert adapters.take_dead() == ["a"]
+    assert activated(adapters, registered(adapters, "a")) is not None
+
+
+def test_registering_the_same_content_again_changes_nothing() -> None:
+    adapters = make_manager()
+    version = registered(adapters, "a")
+    assert not adapters.check_register("a", make_manifest("a"), load_inplace=False)
+    assert not adapters.check_register("a", make_manifest("a"), load_inplace=True)
+    assert registered(adapters, "a") is version
+    adapters.unregister("a")
+    assert adapters.take_dead() == ["a"]
+
+
+def test_a_taken_name_is_replaced_only_in_place() -> None:
+    adapters = make_manager()
+    registered(adapters, "a", version="v1")
+    with pytest.raises(AdapterExistsError, match="load_inplace") as caught:
+        adapters.check_register("a", make_manifest("v2"), load_inplace=False)
+    assert caught.value.param == "lora_name"
+    assert adapters.check_register("a", make_manifest("v2"), load_inplace=True)
+
+
+def test_a_rank_above_the_limit_is_refused_by_name() -> None:
+    with pytest.raises(AdapterRejectedError, match="rank 65 exceeds max_lora_rank 64") as caught:
+        make_manager().check_register("a", make_manifest("a", rank=65), load_inplace=False)
+    assert caught.value.param == "r"
+
+
+def test_an_adapter_is_refused_where_lora_is_off() -> None:
+    with pytest.raises(AdapterRejectedError, match="max_loras is 0"):
+        make_manager(num_pages=0, max_resident=0).check_register("a", make_manifest("a"), load_inplace=False)
+
+
+def test_registrations_are_limited_by_content_not_by_name() -> None:
+    adapters = make_manager(max_registered=2)
+    registered(adapters, "a")
+    version = registered(adapters, "b")
+    with pytest.raises(CapacityError, match="max_cpu_loras"):
+        adapters.check_register("c", make_manifest("c"), load_inplace=False)
+    assert adapters.check_register("c", make_manifest("a"), load_inplace=False)
+    adapters.hold(version)
+    adapters.unregister("b")
+    with pytest.raises(CapacityError):
+        adapters.check_register("c", make_manifest("c"), load_inplace=False)
+    adapters.let_go(version)
+    assert adapters.check_register("c", make_manifest("c"), load_inplace=False)
+
+
+def test_an_unknown_name_is_not_found() -> None:
+    adapters = make_manager()
+    for call in (adapters.get, adapters.info, adapters.unregister):
+        with pytest.raises(NotFoundError, match="'nobody'"):
+            call("nobody")
+
+
+def test_the_list_tells_of_every_name() -> None:
+    adapters = make_manager()
+    version = registered(adapters, "a", rank=20, version="v")
+    registered(adapters, "b", version="w")
+    activated(adapters, version)
+    assert adapters.list_adapters() == [
+        AdapterInfo("a", "v", "/adapters/v", rank=20, num_pages=2, resident=True, num_requests=1),
+        AdapterInfo("b", "w", "/adapters/w", rank=16, num_pages=1, resident=False, num_requests=0),
+    ]
+
+
+def test_pages_are_used_again_for_ever() -> None:
+    adapters = make_manager(num_pages=4, max_resident=3)
+    for index in range(1000):
+        version = registered(adapters, f"a{index}", rank=1 + index % 64)
+        activated(adapters, version)
+        if index % 3:
+            adapters.unregister(f"a{index}")
+            ended(adapters, version)
+        else:
+            ended(adapters, version)
+            adapters.unregister(f"a{index}")
+        assert adapters.take_dead() == [f"a{index}"]
+    assert adapters.num_free_pages == 4
