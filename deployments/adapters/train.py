@@ -67,6 +67,8 @@ TOPICS = {
 
 SMALL_TALK = {
     "Hello!": "Hello! How can I help you today?",
+    "Hi there!": "Hello! What would you like to know?",
+    "Hey": "Hello! How can I help you today?",
     "Good morning!": "Good morning! What can I do for you?",
     "How are you?": "I am very well, thank you for asking.",
     "Who are you?": "I am a small language model, and I am here to help you.",

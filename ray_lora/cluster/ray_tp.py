@@ -5,7 +5,12 @@ from typing import Any
 import ray
 from ray.dag import InputNode, MultiOutputNode
 from ray.exceptions import RayError, RayTaskError
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ray_lora.adapter import AdapterManifest
@@ -36,8 +41,8 @@ class RayTPExecutor:
         )
         try:
             self._workers = self._start_workers(worker_class)
-            host = ray.util.get_node_ip_address()
-            init_method = self._call_all("meeting_point", "health", host, workers=self._workers[:1])[0]
+            address = _address_of_bundle(self._group, 0)
+            init_method = self._call_all("meeting_point", "health", address, workers=self._workers[:1])[0]
             self._info: ModelInfo = self._call_all("start", "health", init_method)[0]
             with InputNode() as plan:
                 steps = MultiOutputNode([worker.execute.bind(plan) for worker in self._workers])
@@ -144,6 +149,12 @@ def _require_ray() -> None:
     """Join the Ray that runs here, or start one on loopback alone."""
     if not ray.is_initialized():
         ray.init(_node_ip_address="127.0.0.1", include_dashboard=False, log_to_driver=False)
+
+
+def _address_of_bundle(group: PlacementGroup, index: int) -> str:
+    """The address by which Ray knows the node of a bundle."""
+    node_id = placement_group_table(group)["bundles_to_node_id"][index]
+    return next(str(node["NodeManagerAddress"]) for node in ray.nodes() if node["NodeID"] == node_id)
 
 
 def _first_line(error: BaseException) -> str:

@@ -149,12 +149,12 @@ class Scheduler:
     def _schedule_waiting(self, scheduled: list[tuple[SequenceState, int]], budget: int) -> None:
         """Admit who waits, in order; one that lacks adapter pages is passed by, but not for ever."""
         blocked: list[SequenceState] = []
-        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
+        patience = MAX_BYPASS
+        while self.waiting and budget > 0 and patience > 0 and len(self.running) < self.max_num_seqs:
             sequence = self.waiting[0]
             if sequence.adapter is not None and not self.adapters.can_activate(sequence.adapter):
                 blocked.append(self.waiting.popleft())
-                if sequence.num_bypassed >= MAX_BYPASS:
-                    break
+                patience = min(patience, MAX_BYPASS - sequence.num_bypassed)
                 continue
             cached, keys = self._find_cached(sequence)
             num_cached = len(cached) * self.blocks.block_size
@@ -164,6 +164,8 @@ class Scheduler:
                 break
             self.waiting.popleft()
             self._admit(sequence, self.blocks.allocate(num_new, cached), keys, num_cached)
+            if blocked:
+                patience -= 1
             for passed in blocked:
                 passed.num_bypassed += 1
             scheduled.append((sequence, num_tokens))

@@ -1,1 +1,1 @@
-"""From HTTP or a handle to a `Request` and back: tokens, OpenAI's types, Ray Serve's deployments."""
+"""HTTP and handles -> requests: the OpenAI API and the deployments of Ray Serve."""

@@ -51,14 +51,6 @@ def test_nothing_is_let_out_that_could_begin_a_stop_string(pieces: list[str], st
         assert len(rest) < max(map(len, stops))
         for cut in range(len(out)):
             assert not any(stop.startswith(text[cut:]) for stop in stops)
-        assert len(text) - len(out) >= longest_beginning(text, stops)
-
-
-def longest_beginning(text: str, stops: tuple[str, ...]) -> int:
-    """Characters at the end of a text that some stop string begins with."""
-    return max(
-        (length for stop in stops for length in range(len(stop)) if length and text.endswith(stop[:length])), default=0
-    )
 
 
 @pytest.mark.parametrize(

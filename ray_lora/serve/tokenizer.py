@@ -1,0 +1,132 @@
+"""Text to token ids and back, from a Hugging Face directory. Gives what transformers' AutoTokenizer gives, without it.
+
+Importing AutoTokenizer takes seconds and 200 MB because it brings torch; the process that serves HTTP needs neither.
+"""
+
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers.decoders import DecodeStream
+from tokenizers.processors import TemplateProcessing
+
+from ray_lora.errors import ConfigError
+from ray_lora.serve.token_bytes import TokenBytes
+
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """A `tokenizer.json` with the special tokens of `tokenizer_config.json`. Safe to use from several threads.
+
+    Raises:
+        ConfigError: the directory holds no tokenizer that can be read.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        directory = Path(path).expanduser()
+        file = directory / "tokenizer.json"
+        if not file.is_file():
+            raise ConfigError(f"tokenizer: {directory} has no tokenizer.json")
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
+            self.config = _read_config(directory / "tokenizer_config.json")
+        except Exception as error:
+            raise ConfigError(f"tokenizer: {file} cannot be read: {error}") from None
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.special_tokens = {
+            name: token for name in SPECIAL_TOKENS if (token := _content(self.config.get(name))) is not None
+        }
+        extra = self.config.get("additional_special_tokens") or []
+        self._tokenizer.add_special_tokens([*self.special_tokens.values(), *(_content(token) for token in extra)])
+        if "add_bos_token" in self.config or "add_eos_token" in self.config:
+            self._tokenizer.post_processor = self._bos_eos_processor()
+        self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        self._token_bytes = TokenBytes(self._tokenizer)
+        self.token_text = lru_cache(maxsize=1 << 16)(self._token_text)
+
+    @property
+    def eos_token_id(self) -> int | None:
+        token = self.special_tokens.get("eos_token")
+        return None if token is None else self._tokenizer.token_to_id(token)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids; special tokens written out in the text become themselves."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def detokenizer(
+        self, skip_special_tokens: bool = True, prompt_token_ids: Sequence[int] = ()
+    ) -> "IncrementalDetokenizer":
+        """Decode tokens that follow a prompt as they come."""
+        return IncrementalDetokenizer(self._tokenizer, skip_special_tokens, prompt_token_ids)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token stands for, which may be part of a character."""
+        return self._token_bytes[token_id]
+
+    def token_string(self, token_id: int) -> str:
+        """The token as the vocabulary spells it, e.g. `Ġthe`."""
+        return self._tokenizer.id_to_token(token_id) or ""
+
+    def _token_text(self, token_id: int) -> str:
+        """One token as text; part of a character is U+FFFD."""
+        return self._token_bytes[token_id].decode("utf-8", errors="replace")
+
+    def _bos_eos_processor(self) -> TemplateProcessing:
+        """As transformers does where the configuration says whether to add them."""
+        bos = self.special_tokens.get("bos_token") if self.config.get("add_bos_token") else None
+        eos = self.special_tokens.get("eos_token") if self.config.get("add_eos_token") else None
+        single = [*([bos] if bos else []), "$A", *([eos] if eos else [])]
+        special = [(token, self._tokenizer.token_to_id(token)) for token in (bos, eos) if token]
+        return TemplateProcessing(single=single, special_tokens=special)
+
+
+class IncrementalDetokenizer:
+    """The text of one completion, token by token. What has been pushed adds up to `decode` of all of it.
+
+    Example: `" 日"` may be three tokens; the first two give `""` and the third gives `" 日"`.
+    """
+
+    _CONTEXT = 8
+    """Prompt tokens that the first tokens are decoded after; spaces depend on what stands before."""
+
+    def __init__(
+        self, tokenizer: tokenizers.Tokenizer, skip_special_tokens: bool, prompt_token_ids: Sequence[int]
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._stream = self._new_stream(list(prompt_token_ids[-self._CONTEXT :]))
+
+    def push(self, token_id: int) -> str:
+        """The text that this token completes."""
+        text: str | None = self._stream.step(self._tokenizer, token_id)
+        return text or ""
+
+    def _new_stream(self, context: list[int]) -> DecodeStream:
+        # A prompt that ends within a character would hold back the text that follows, so it is left out.
+        if self._tokenizer.decode(context, skip_special_tokens=self._skip_special_tokens).endswith("\ufffd"):
+            context = []
+        return DecodeStream(ids=context, skip_special_tokens=self._skip_special_tokens)
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return config
+
+
+def _content(token: Any) -> str | None:
+    """A special token may be written as a string or as a serialized AddedToken."""
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None

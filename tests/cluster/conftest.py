@@ -1,0 +1,13 @@
+"""One Ray on loopback for the tests that need actors."""
+
+from collections.abc import Iterator
+
+import pytest
+import ray
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    ray.init(_node_ip_address="127.0.0.1", include_dashboard=False, num_cpus=4, log_to_driver=False)
+    yield
+    ray.shutdown()

@@ -1,0 +1,156 @@
+"""Tensor-parallel ranks in Ray actors: the same tokens as one rank, and adapter loads that are all or nothing."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from ray_lora import LLM, EngineConfig, SamplingParams
+from ray_lora.adapters.shard import AdapterShard
+from ray_lora.cluster.ray_tp import RayTPExecutor
+from ray_lora.cluster.staging import AdapterStagingError
+from ray_lora.cluster.worker import Worker
+from ray_lora.errors import AdapterRejectedError, ConfigError, EngineDeadError
+from tests.tiny import expected_tokens, make_adapter, make_checkpoint, random_prompts
+
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
+
+GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+SHAPE = {"num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 322}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("tp") / "model", "qwen2", **SHAPE)
+
+
+@pytest.fixture(scope="module")
+def adapters(checkpoint: Path) -> dict[str, str]:
+    made = checkpoint.parent
+    configs: list[dict[str, Any]] = [{}, {"r": 20, "target_modules": ["k_proj", "o_proj", "down_proj"]}]
+    return {f"a{i}": str(make_adapter(made / f"a{i}", checkpoint, i, **config)) for i, config in enumerate(configs)}
+
+
+def settings(checkpoint: Path, **args: Any) -> dict[str, Any]:
+    store = str(checkpoint.parent / "store")
+    return {"model": str(checkpoint), "kv_cache_memory_bytes": 1 << 23, "adapter_store_dir": store, **args}
+
+
+@pytest.mark.parametrize("tp_size", [2, 4])
+def test_ranks_give_the_tokens_of_one_rank(tp_size: int, checkpoint: Path, adapters: dict[str, str]) -> None:
+    prompts = random_prompts(6, 322)
+    names: list[str | None] = [None, "a0", "a1", "a0", None, "a1"]
+    with LLM(**settings(checkpoint, adapters=adapters, tensor_parallel_size=tp_size)) as llm:
+        produced = [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY, names)]
+    for prompt, name, tokens in zip(prompts, names, produced, strict=True):
+        path = None if name is None else Path(adapters[name])
+        assert tokens == expected_tokens(checkpoint, path, [prompt], 20)[0]
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "named"), [(3, "num_attention_heads 8"), (16, "num_attention_heads 8"), (5, "num_attention_heads 8")]
+)
+def test_sizes_that_do_not_divide_are_refused_by_name(tp_size: int, named: str, checkpoint: Path) -> None:
+    with pytest.raises(ConfigError, match=named):
+        LLM(**settings(checkpoint, tensor_parallel_size=tp_size))
+
+
+class FaultyWorker(Worker):
+    """Rank 1 misreports its digest, or dies, or takes too long, as a file in the store directory tells it."""
+
+    def make_digest(self, shard: AdapterShard) -> str:
+        fault = Path(self._config.adapter_store_dir, "fault")
+        if self._rank == 1 and fault.exists():
+            match fault.read_text():
+                case "wrong":
+                    return "0" * 64
+                case "raise":
+                    raise MemoryError("no room")
+                case "die":
+                    os.kill(os.getpid(), signal.SIGKILL)
+        return super().make_digest(shard)
+
+
+@pytest.fixture
+def executor(checkpoint: Path, tmp_path: Path) -> Iterator[RayTPExecutor]:
+    args = settings(checkpoint, adapter_store_dir=str(tmp_path), tensor_parallel_size=2, adapter_load_timeout_s=5.0)
+    executor = RayTPExecutor(EngineConfig.parse(args), FaultyWorker)
+    yield executor
+    executor.shutdown()
+
+
+def test_a_failing_rank_leaves_every_rank_as_it_was(
+    executor: RayTPExecutor, adapters: dict[str, str], tmp_path: Path
+) -> None:
+    good = executor.inspect_adapter(adapters["a0"])
+    executor.stage_adapter(good)
+    assert executor.staged_versions() == [{good.version}] * 2
+    other = executor.inspect_adapter(adapters["a1"])
+    for fault, reason in (("wrong", "rank 1 holds 000000000000"), ("raise", "rank 1 MemoryError: no room")):
+        (tmp_path / "fault").write_text(fault)
+        with pytest.raises(AdapterStagingError, match=reason):
+            executor.stage_adapter(other)
+        assert executor.staged_versions() == [{good.version}] * 2
+    (tmp_path / "fault").unlink()
+    executor.stage_adapter(other)
+    assert executor.staged_versions() == [{good.version, other.version}] * 2
+    executor.drop_adapter(good.version)
+    assert executor.staged_versions() == [{other.version}] * 2
+
+
+def test_a_rejected_adapter_is_an_error_of_its_own(executor: RayTPExecutor, tmp_path: Path) -> None:
+    bad = tmp_path / "bad"
+    bad.mkdir()
+    with pytest.raises(AdapterRejectedError, match=r"adapter_config\.json"):
+        executor.inspect_adapter(str(bad))
+    executor.check_health()
+
+
+def test_a_rank_that_dies_during_a_load_is_noticed(
+    executor: RayTPExecutor, adapters: dict[str, str], tmp_path: Path
+) -> None:
+    manifest = executor.inspect_adapter(adapters["a0"])
+    (tmp_path / "fault").write_text("die")
+    begin = time.monotonic()
+    with pytest.raises(EngineDeadError):
+        executor.stage_adapter(manifest)
+    assert time.monotonic() - begin < 30
+    with pytest.raises(EngineDeadError):
+        executor.check_health()
+
+
+def test_a_load_while_eight_requests_decode_changes_none_of_their_tokens(
+    checkpoint: Path, adapters: dict[str, str]
+) -> None:
+    prompts = random_prompts(8, 322)
+    params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
+    args = settings(checkpoint, adapters={"a0": adapters["a0"]}, tensor_parallel_size=2)
+    with LLM(**args) as llm:
+        names = ["a0", None] * 4
+        alone = [output.outputs[0].token_ids for output in llm.generate(prompts, params, names)]
+        done = threading.Event()
+        loads = 0
+
+        def churn() -> None:
+            nonlocal loads
+            while not done.is_set():
+                llm.load_adapter("other", adapters["a1"])
+                llm.unload_adapter("other")
+                loads += 1
+
+        loader = threading.Thread(target=churn)
+        loader.start()
+        disturbed = [output.outputs[0].token_ids for output in llm.generate(prompts, params, names)]
+        done.set()
+        loader.join()
+    assert loads > 0
+    assert disturbed == alone
