@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from ray_lora.adapter import AdapterInfo
+from ray_lora.cluster.start import prepare_cluster
 from ray_lora.config import EngineConfig
 from ray_lora.errors import EngineDeadError, InvalidRequestError
 from ray_lora.request import GenerateRequest, RequestOutput, SamplingParams
@@ -42,6 +43,7 @@ class LLM:
         if adapters:
             args["lora_modules"] = dict(adapters)
         self.config = EngineConfig.parse({"model": str(model), **args})
+        prepare_cluster(self.config)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="llm", daemon=True)
         self._thread.start()

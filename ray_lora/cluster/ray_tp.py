@@ -35,7 +35,6 @@ class RayTPExecutor:
     def __init__(self, config: EngineConfig, worker_class: type[Worker] = Worker) -> None:
         self._config = config
         self._dead: str | None = None
-        _require_ray()
         self._group = placement_group(
             [{"CPU": config.rank_num_cpus}] * config.tensor_parallel_size, strategy=config.placement_group_strategy
         )
@@ -145,8 +144,11 @@ class RayTPExecutor:
         return EngineDeadError(self._dead)
 
 
-def _require_ray() -> None:
-    """Join the Ray that runs here, or start one on loopback alone."""
+def require_ray() -> None:
+    """Join the Ray that runs here, or start one on loopback alone.
+
+    To be called from a thread that lives as long as Ray is needed: Ray's own processes end with it.
+    """
     if not ray.is_initialized():
         ray.init(_node_ip_address="127.0.0.1", include_dashboard=False, log_to_driver=False)
 

@@ -10,6 +10,14 @@ if TYPE_CHECKING:
     from ray_lora.cluster.ray_tp import RayTPExecutor
 
 
+def prepare_cluster(config: EngineConfig) -> None:
+    """Connect to Ray if the ranks need it; see `require_ray` for the thread to call this from."""
+    if config.uses_ray:
+        from ray_lora.cluster.ray_tp import require_ray
+
+        require_ray()
+
+
 def start_executor(config: EngineConfig) -> "LocalExecutor | RayTPExecutor":
     """Start the ranks and load the model. Blocks. Ray is imported only if it is used.
 

@@ -4,6 +4,7 @@ import asyncio
 import queue
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -43,6 +44,8 @@ class AsyncEngine:
         self._streams: dict[RequestGroup, Stream] = {}
         self._dead: EngineDeadError | None = None
         self._adapter_lock = asyncio.Lock()
+        self._held: set[str] = set()
+        """Versions that the ranks hold; read and changed under the lock."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -119,8 +122,9 @@ class AsyncEngine:
             adapters = self._core.adapters
             if not await self._call(lambda: adapters.check_register(name, manifest, load_inplace)):
                 return adapters.info(name), False
-            if not await self._call(lambda: adapters.is_staged(manifest.version)):
+            if manifest.version not in self._held:
                 await asyncio.to_thread(self._executor.stage_adapter, manifest)
+                self._held.add(manifest.version)
             return await self._call(lambda: self._commit(name, manifest)), True
 
     def _commit(self, name: str, manifest: AdapterManifest) -> AdapterInfo:
@@ -134,10 +138,12 @@ class AsyncEngine:
         return await asyncio.shield(task)
 
     async def _drop(self, version: str) -> None:
-        """Free a dead version on the ranks, unless it has been staged again meanwhile."""
-        async with self._adapter_lock:
-            if not await self._call(lambda: self._core.adapters.is_staged(version)):
-                await asyncio.to_thread(self._executor.drop_adapter, version)
+        """Free a dead version on the ranks, unless it has been registered again or dropped meanwhile."""
+        with suppress(EngineDeadError):  # what dead ranks held is gone
+            async with self._adapter_lock:
+                if version in self._held and not await self._call(lambda: self._core.adapters.is_staged(version)):
+                    await asyncio.to_thread(self._executor.drop_adapter, version)
+                    self._held.discard(version)
 
     async def _call(self, function: Callable[[], T]) -> T:
         """Run a function in the engine's thread, between two steps."""

@@ -9,7 +9,6 @@ import jinja2
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from ray_lora.errors import ConfigError, InvalidRequestError
-from ray_lora.serve.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
 
@@ -18,19 +17,24 @@ class ChatTemplate:
     """Renders as transformers' `apply_chat_template` does, with the tokenizer's special tokens at hand.
 
     Args:
-        path: the tokenizer's directory.
+        directory: the tokenizer's.
+        config: what its `tokenizer_config.json` holds.
+        special_tokens: by name, e.g. `bos_token`.
         override: a template, or a path to one, in place of the directory's.
 
     Raises:
         ConfigError: the template's file is missing or is no template.
     """
 
-    def __init__(self, path: str | Path, tokenizer: Tokenizer, override: str | None = None) -> None:
-        self._special_tokens = tokenizer.special_tokens
-        if override is not None:
-            self.template: str | None = _read_override(override)
-        else:
-            self.template = _find_template(Path(path).expanduser(), tokenizer.config)
+    def __init__(
+        self,
+        directory: Path,
+        config: Mapping[str, Any],
+        special_tokens: Mapping[str, str],
+        override: str | None = None,
+    ) -> None:
+        self._special_tokens = dict(special_tokens)
+        self.template = _find_template(directory, config) if override is None else _read_override(override)
         if self.template is not None:
             try:
                 jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).lex(self.template)
@@ -62,7 +66,7 @@ class ChatTemplate:
             )
         kwargs = {**self._special_tokens, **(template_kwargs or {})}
         try:
-            (text,), _ = render_jinja_template(
+            result: Any = render_jinja_template(
                 conversations=[[dict(message) for message in messages]],
                 chat_template=self.template,
                 add_generation_prompt=add_generation_prompt,
@@ -71,7 +75,7 @@ class ChatTemplate:
             )
         except (jinja2.TemplateError, ValueError, TypeError) as error:
             raise InvalidRequestError(f"The chat template refuses these messages: {error}", "messages") from None
-        return str(text)
+        return str(result[0][0])
 
 
 def _find_template(directory: Path, config: Mapping[str, Any]) -> str | None:

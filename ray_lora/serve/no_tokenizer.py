@@ -1,6 +1,7 @@
 """For a model directory without a tokenizer: token ids in, token ids out, no text."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
 
 from ray_lora.errors import InvalidRequestError
 
@@ -8,10 +9,12 @@ from ray_lora.errors import InvalidRequestError
 class NoTokenizer:
     """Refuses text and gives none."""
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        raise InvalidRequestError("the model directory has no tokenizer.json; give token ids", "prompt")
+    eos_token_id = None
 
-    def token_text(self, token_id: int) -> str:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        _refuse("prompt", "give token ids")
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return ""
 
     def detokenizer(self, skip_special_tokens: bool, prompt_token_ids: Sequence[int]) -> "NoTokenizer":
@@ -19,3 +22,25 @@ class NoTokenizer:
 
     def push(self, token_id: int) -> str:
         return ""
+
+    def token_text(self, token_id: int) -> str:
+        return ""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return b""
+
+    def token_string(self, token_id: int) -> str:
+        return ""
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        _refuse("messages", "use /v1/completions with token ids")
+
+
+def _refuse(param: str, remedy: str) -> NoReturn:
+    raise InvalidRequestError(f"the model directory has no tokenizer.json; {remedy}", param)

@@ -1,14 +1,12 @@
 """From a configuration to an engine that holds its adapters."""
 
 import asyncio
-from pathlib import Path
 
 from ray_lora.cluster.start import start_executor
 from ray_lora.config import EngineConfig
 from ray_lora.engine.async_engine import AsyncEngine
-from ray_lora.engine.completion import Tokenizer as EngineTokenizer
 from ray_lora.errors import ConfigError, RayLoraError
-from ray_lora.serve.no_tokenizer import NoTokenizer
+from ray_lora.serve.tokenizer_loader import load_tokenizer
 
 
 async def start_engine(config: EngineConfig) -> AsyncEngine:
@@ -17,7 +15,7 @@ async def start_engine(config: EngineConfig) -> AsyncEngine:
     Raises:
         ConfigError: the model, the tokenizer or an adapter cannot be served; one line that names it.
     """
-    tokenizer = make_tokenizer(config)
+    tokenizer = load_tokenizer(config)
     executor = await asyncio.to_thread(start_executor, config)
     engine = AsyncEngine(config, executor, tokenizer)
     try:
@@ -34,13 +32,3 @@ async def start_engine(config: EngineConfig) -> AsyncEngine:
         await engine.shutdown()
         raise
     return engine
-
-
-def make_tokenizer(config: EngineConfig) -> EngineTokenizer:
-    """The model's tokenizer, or one that knows no text if its directory has none."""
-    directory = Path(config.tokenizer).expanduser() if config.tokenizer is not None else config.model_path
-    if config.tokenizer is None and not (directory / "tokenizer.json").is_file():
-        return NoTokenizer()
-    from ray_lora.serve.tokenizer import Tokenizer
-
-    return Tokenizer(directory, config.chat_template)

@@ -4,10 +4,10 @@ Importing AutoTokenizer takes seconds and 200 MB because it brings torch; the pr
 """
 
 import json
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tokenizers
 from tokenizers.decoders import DecodeStream
@@ -16,18 +16,27 @@ from tokenizers.processors import TemplateProcessing
 from ray_lora.errors import ConfigError
 from ray_lora.serve.token_bytes import TokenBytes
 
+if TYPE_CHECKING:
+    from ray_lora.serve.chat_template import ChatTemplate
+
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class Tokenizer:
     """A `tokenizer.json` with the special tokens of `tokenizer_config.json`. Safe to use from several threads.
 
+    Args:
+        path: a Hugging Face directory.
+        chat_template: a Jinja template, or a path to one, in place of the directory's.
+
     Raises:
         ConfigError: the directory holds no tokenizer that can be read.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, chat_template: str | None = None) -> None:
         directory = Path(path).expanduser()
+        self._directory = directory
+        self._template_override = chat_template
         file = directory / "tokenizer.json"
         if not file.is_file():
             raise ConfigError(f"tokenizer: {directory} has no tokenizer.json")
@@ -48,6 +57,31 @@ class Tokenizer:
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self._token_bytes = TokenBytes(self._tokenizer)
         self.token_text = lru_cache(maxsize=1 << 16)(self._token_text)
+
+    @cached_property
+    def chat_template(self) -> "ChatTemplate":
+        """Found and compiled when a chat is first rendered; most processes never do.
+
+        Raises:
+            ConfigError: the template's file is missing or is no template.
+        """
+        from ray_lora.serve.chat_template import ChatTemplate
+
+        return ChatTemplate(self._directory, self.config, self.special_tokens, self._template_override)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt's text for a chat, special tokens written out.
+
+        Raises:
+            InvalidRequestError: the model has no template, or the template refuses these messages.
+        """
+        return self.chat_template.render(messages, add_generation_prompt, continue_final_message, template_kwargs)
 
     @property
     def eos_token_id(self) -> int | None:

@@ -77,6 +77,8 @@ class CoreDriver:
         self._settle()
 
     def add(self, prompt: str | Sequence[int], adapter: str | None = None, **params: Any) -> RequestGroup:
+        """Greedy, if not asked for otherwise."""
+        params = {"temperature": 0} | params
         request = GenerateRequest(prompt=prompt, adapter=adapter, sampling_params=SamplingParams(**params))
         group = self.core.add(request)
         self.outputs[group] = RequestOutput(group.request.request_id, None)
@@ -117,8 +119,9 @@ class CoreDriver:
         version = output.adapter_version
         assert len(output.outputs) == params.n
         for completion in output.outputs:
-            stops = group.completions[completion.index].sequence.stop_token_ids
-            expected = expected_tokens(version, prompt, params, self.core.info.max_model_len, stops)
+            sequence = group.completions[completion.index].sequence
+            stops = sequence.stop_token_ids
+            expected = expected_tokens(version, prompt, params, self.core.info.max_model_len, sequence.seed, stops)
             assert completion.token_ids == expected
             stopped = expected[-1] in stops and len(expected) >= params.min_tokens
             assert completion.finish_reason == ("stop" if stopped else "length")

@@ -59,9 +59,10 @@ def kv_of(version: str | None, token_ids: Sequence[int]) -> list[int]:
     return values
 
 
-def sample_from(kv: int, params: SamplingParams, stop_token_ids: Sequence[int], index: int) -> int:
-    """The token that follows; none of `stop_token_ids` before `min_tokens`."""
-    token_id = (kv >> 20) % POISON
+def sample_from(kv: int, params: SamplingParams, seed: int, stop_token_ids: Sequence[int], index: int) -> int:
+    """The token that follows; none of `stop_token_ids` before `min_tokens`. The seed counts unless greedy."""
+    noise = 0 if params.is_greedy else (seed + 1) * (index + 1)
+    token_id = ((kv >> 20) + noise) % POISON
     while index < params.min_tokens and token_id in stop_token_ids:
         token_id = (token_id + 1) % POISON
     return token_id
@@ -72,6 +73,7 @@ def expected_tokens(
     prompt: Sequence[int],
     params: SamplingParams,
     max_model_len: int,
+    seed: int = 0,
     stop_token_ids: Sequence[int] = (),
 ) -> list[int]:
     """What one request must get, computed alone and without blocks."""
@@ -79,7 +81,7 @@ def expected_tokens(
     room = max_model_len - len(prompt)
     limit = room if params.max_tokens is None else min(params.max_tokens, room)
     for index in range(limit):
-        token_id = sample_from(kv, params, stop_token_ids, index)
+        token_id = sample_from(kv, params, seed, stop_token_ids, index)
         tokens.append(token_id)
         kv = _kv(version, kv, token_id)
         if token_id in stop_token_ids and index + 1 >= params.min_tokens:
@@ -110,6 +112,7 @@ class FakeExecutor:
     sources: dict[str, AdapterManifest] = field(default_factory=dict)
     """What `inspect_adapter` finds, by path."""
     before_step: Callable[[StepPlan], None] = lambda _: None
+    before_inspect: Callable[[str], None] = lambda _: None
     before_stage: Callable[[AdapterManifest], None] = lambda _: None
     before_drop: Callable[[str], None] = lambda _: None
     plans: list[StepPlan] = field(default_factory=list)
@@ -147,6 +150,7 @@ class FakeExecutor:
 
     def inspect_adapter(self, source: str) -> AdapterManifest:
         self.calls.append(("inspect", source))
+        self.before_inspect(source)
         if source not in self.sources:
             raise NotFoundError(f"{source} is not a directory", "lora_path")
         return self.sources[source]
@@ -246,8 +250,8 @@ class FakeExecutor:
     def _sample(self, request: _Running, sequence: SequencePlan, kv: int) -> SampledToken:
         if POISON in request.start.prompt_token_ids:
             return SampledToken(sequence.request_id, -1, error="the model's logits are not finite")
-        params = request.start.sampling_params
-        token_id = sample_from(kv, params, request.start.stop_token_ids, sequence.num_output_tokens)
+        start, params = request.start, request.start.sampling_params
+        token_id = sample_from(kv, params, start.seed, start.stop_token_ids, sequence.num_output_tokens)
         request.token_ids.append(token_id)
         entry = None if params.logprobs is None else logprobs_of(kv, token_id, params.logprobs)
         return SampledToken(sequence.request_id, token_id, entry)

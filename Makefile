@@ -1,0 +1,50 @@
+# `make serve` and `make test` are all there is to know; each sets up what it needs.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.PHONY: help install serve test test-slow bench lint format lock clean
+
+help:
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+install: $(STAMP) ## the virtual environment, the package with its kernels, the demo model
+	@$(BIN)/python deployments/prepare_demo.py
+
+serve: install ## serve the demo model and its adapters on http://127.0.0.1:8000
+	@$(BIN)/ray-lora serve deployments/llama.yaml
+
+test: install lint ## lint, type-check, run the tests (under 15 minutes)
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: install ## soak and fault tests
+	$(BIN)/python -m pytest -m slow
+
+bench: install ## run the benchmarks; tables on the terminal, JSON in benchmarks/results
+	$(BIN)/python -m benchmarks
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP) ## rewrite the sources as the linter wants them
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+lock: ## resolve the dependencies anew into requirements.lock
+	$(PYTHON) -m venv build/lock
+	build/lock/bin/pip install --quiet --upgrade pip
+	build/lock/bin/pip install --quiet --dry-run --ignore-installed --report build/lock/report.json ".[dev,bench]"
+	build/lock/bin/python .ci/lock.py build/lock/report.json > requirements.lock
+
+clean: ## remove everything that was set up or built here
+	rm -rf $(VENV) build *.egg-info ray_lora/backends/_cpu_kernels*.so
+
+$(STAMP): requirements.lock pyproject.toml setup.py $(wildcard kernels/cpu/*)
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing into $(VENV) ..."
+	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r requirements.lock
+	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@touch $@

@@ -1,0 +1,103 @@
+"""How many tokens a second, beside transformers for the base model and PEFT for mixed adapters?
+
+16 requests of 64 prompt and 64 output tokens, float32, greedy, the same two threads for everyone.
+"""
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from benchmarks.harness import MODEL, Row, report, seconds
+from ray_lora import LLM, SamplingParams
+
+NUM_REQUESTS, NUM_PROMPT, NUM_OUTPUT = 16, 64, 64
+RANKS = (8, 16, 32, 64)
+PARAMS = SamplingParams(temperature=0, max_tokens=NUM_OUTPUT, ignore_eos=True)
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(100, 40000, (NUM_REQUESTS, NUM_PROMPT), generator=generator).tolist()
+
+
+def make_adapters(directory: Path, ranks: list[int]) -> dict[str, str]:
+    """Random adapters on all seven linear layers."""
+    base: Any = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    for index, rank in enumerate(ranks):
+        config = LoraConfig(r=rank, lora_alpha=rank, target_modules="all-linear", task_type="CAUSAL_LM")
+        torch.manual_seed(index)
+        model = get_peft_model(base, config)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
+                    parameter.normal_(0, 0.02)
+        model.save_pretrained(directory / f"adapter{index}")
+        base = model.unload()
+    return {f"adapter{index}": str(directory / f"adapter{index}") for index in range(len(ranks))}
+
+
+def generate_with_transformers(model: Any, adapter_names: list[str] | None = None) -> None:
+    ids = torch.tensor(prompts())
+    extra = {} if adapter_names is None else {"adapter_names": adapter_names}
+    settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": NUM_OUTPUT}
+    with torch.inference_mode():
+        model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **settings, **extra)
+
+
+def main() -> None:
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    num_tokens = NUM_REQUESTS * NUM_OUTPUT
+    with tempfile.TemporaryDirectory() as temporary:
+        ranks = [RANKS[index % len(RANKS)] for index in range(NUM_REQUESTS)]
+        adapters = make_adapters(Path(temporary), ranks)
+        same = make_adapters(Path(temporary) / "same", [16] * NUM_REQUESTS)
+        names = list(adapters)
+        args: dict[str, Any] = {
+            "max_model_len": 2048,
+            "enable_prefix_caching": False,
+            "max_lora_pages": 48,
+            "max_loras": 32,
+            "adapter_store_dir": f"{temporary}/store",
+        }
+        with LLM(str(MODEL), adapters={**adapters, **{f"same-{n}": p for n, p in same.items()}}, **args) as llm:
+
+            def ours(adapters: list[str] | str | None) -> float:
+                return num_tokens / seconds(lambda: llm.generate(prompts(), PARAMS, adapters), 3)
+
+            ours(None)
+            base = ours(None)
+            mixed = ours(names)
+            distinct = ours([f"same-{name}" for name in same])
+            one = ours("same-adapter0")
+        model: Any = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+        generate_with_transformers(model)
+        their_base = num_tokens / seconds(lambda: generate_with_transformers(model))
+        model = PeftModel.from_pretrained(model, adapters["adapter0"], adapter_name="adapter0")
+        for name, path in list(adapters.items())[1:]:
+            model.load_adapter(path, name)
+        model.eval()
+        their_mixed = num_tokens / seconds(lambda: generate_with_transformers(model, names))
+    report(
+        "throughput",
+        [
+            Row("base, LLM", base, "tok/s"),
+            Row("base, transformers", their_base, "tok/s"),
+            Row("16 adapters of ranks 8 to 64, LLM", mixed, "tok/s"),
+            Row("16 adapters of ranks 8 to 64, PEFT", their_mixed, "tok/s"),
+            Row("base: LLM / transformers", base / their_base, "x", bar=1.5),
+            Row("16 mixed adapters: LLM / PEFT", mixed / their_mixed, "x", bar=4.0),
+            Row("one rank-16 adapter / base", one / base, "x", bar=0.93),
+            Row("16 distinct rank-16 adapters / base", distinct / base, "x", bar=0.85),
+            Row("16 adapters of ranks 8 to 64 / base", mixed / base, "x", bar=0.75),
+            Row("PEFT mixed / transformers", their_mixed / their_base, "x"),
+        ],
+    )
+
+
+if __name__ == "__main__":
+    main()

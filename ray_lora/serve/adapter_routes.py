@@ -1,0 +1,37 @@
+"""Loading and unloading adapters over HTTP, with vLLM's fields, answers and error texts."""
+
+from fastapi import FastAPI, Request
+from starlette.responses import PlainTextResponse, Response
+
+from ray_lora.errors import InvalidRequestError
+from ray_lora.serve.http_errors import error_response
+from ray_lora.serve.openai_types import LoadLoraRequest, UnloadLoraRequest
+from ray_lora.serve.request_body import parse_body
+from ray_lora.serve.served_model import ServedModel
+
+INVALID = "InvalidUserInput"
+
+
+def add_adapter_routes(app: FastAPI, served: ServedModel) -> None:
+    @app.post("/v1/load_lora_adapter")
+    async def load_lora_adapter(request: Request) -> Response:
+        try:
+            body = parse_body(LoadLoraRequest, await request.body())
+            if not body.lora_name or not body.lora_path:
+                missing = "lora_path" if body.lora_name else "lora_name"
+                raise InvalidRequestError("Both 'lora_name' and 'lora_path' must be provided.", missing)
+            await served.client.load_adapter(body.lora_name, body.lora_path, body.load_inplace)
+        except InvalidRequestError as error:
+            return error_response(error, INVALID)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+    @app.post("/v1/unload_lora_adapter")
+    async def unload_lora_adapter(request: Request) -> Response:
+        try:
+            body = parse_body(UnloadLoraRequest, await request.body())
+            if not body.lora_name:
+                raise InvalidRequestError("'lora_name' needs to be provided to unload a LoRA adapter.", "lora_name")
+        except InvalidRequestError as error:
+            return error_response(error, INVALID)
+        await served.client.unload_adapter(body.lora_name)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")

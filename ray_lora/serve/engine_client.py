@@ -1,0 +1,32 @@
+"""What the API layer needs of whoever generates: the replicas behind a handle, or a test's fake."""
+
+from collections.abc import AsyncGenerator
+from typing import Protocol
+
+from ray_lora.adapter import AdapterInfo
+from ray_lora.request import GenerateChunk, GenerateRequest
+from ray_lora.stats import EngineStats
+from ray_lora.step import ModelInfo
+
+
+class EngineClient(Protocol):
+    """One model, however many replicas serve it. Every error is a `RayLoraError`."""
+
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
+        """Stream a request's chunks; closing the generator cancels the request where it runs."""
+
+    async def load_adapter(self, name: str, path: str, load_inplace: bool = False) -> AdapterInfo:
+        """Load an adapter on every replica."""
+
+    async def unload_adapter(self, name: str) -> None:
+        """Unload an adapter on every replica."""
+
+    async def list_adapters(self) -> list[AdapterInfo]: ...
+
+    async def stats(self) -> list[EngineStats]:
+        """One entry per replica."""
+
+    async def model_info(self) -> ModelInfo: ...
+
+    async def check_health(self) -> None:
+        """Raise EngineDeadError if a replica is gone."""

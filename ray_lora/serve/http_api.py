@@ -1,0 +1,154 @@
+"""The routes of the HTTP API: OpenAI's, with vLLM's additions."""
+
+import logging
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import FastAPI, Request
+from pydantic import BaseModel
+from starlette.responses import JSONResponse, Response
+
+from ray_lora.errors import EngineDeadError, RayLoraError
+from ray_lora.serve.adapter_routes import add_adapter_routes
+from ray_lora.serve.http_errors import body_of, error_body, install_error_handlers, model_not_found
+from ray_lora.serve.openai_answers import AnswerHead, chat_answer, completion_answer
+from ray_lora.serve.openai_types import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from ray_lora.serve.prometheus_text import metrics_text
+from ray_lora.serve.prompt_streams import Numbered, gather_requests, stream_requests
+from ray_lora.serve.request_body import parse_body
+from ray_lora.serve.served_model import ServedModel, in_callers_words, make_request_id
+from ray_lora.serve.sse import DONE, ChatWriter, CompletionWriter, EventStream, EventWriter, event
+
+logger = logging.getLogger("ray.serve")
+Translate = Callable[[RayLoraError], RayLoraError]
+
+VERSION_HEADER = "x-adapter-version"
+REQUEST_ID_HEADER = "x-request-id"
+
+
+def build_api(served: ServedModel) -> FastAPI:
+    """The whole application for one model."""
+    app = FastAPI(title="ray_lora", openapi_url="/openapi.json", redoc_url=None)
+    app.router.redirect_slashes = False
+    install_error_handlers(app)
+    _add_generation_routes(app, served)
+    _add_model_routes(app, served)
+    add_adapter_routes(app, served)
+    return app
+
+
+def _add_generation_routes(app: FastAPI, served: ServedModel) -> None:
+    @app.post("/v1/chat/completions", openapi_extra=body_schema(ChatCompletionRequest))
+    async def chat_completions(request: Request) -> Response:
+        body = parse_body(ChatCompletionRequest, await request.body())
+        head = _head("chatcmpl", request, body, served)
+        requests = [served.chat_request(body, head.id)]
+        translate = _translator(body, "messages")
+        if body.stream:
+            writer = ChatWriter(head, body, served.tokenizer)
+            return await _stream(writer, stream_requests(served.client, requests), translate)
+        try:
+            (output,) = await gather_requests(served.client, requests, [None])
+        except RayLoraError as error:
+            raise translate(error) from error
+        answer = chat_answer(head, body, output, served.tokenizer)
+        return JSONResponse(answer, headers=_version_header(output.adapter_version))
+
+    @app.post("/v1/completions", openapi_extra=body_schema(CompletionRequest))
+    async def completions(request: Request) -> Response:
+        body = parse_body(CompletionRequest, await request.body())
+        head = _head("cmpl", request, body, served)
+        requests, echoes = served.completion_requests(body, head.id)
+        translate = _translator(body, "prompt")
+        if body.stream:
+            writer = CompletionWriter(head, body, echoes, served.tokenizer)
+            return await _stream(writer, stream_requests(served.client, requests), translate)
+        try:
+            outputs = await gather_requests(served.client, requests, echoes)
+        except RayLoraError as error:
+            raise translate(error) from error
+        answer = completion_answer(head, body, outputs, echoes, served.tokenizer)
+        return JSONResponse(answer, headers=_version_header(outputs[0].adapter_version))
+
+    @app.post("/tokenize", openapi_extra=body_schema(TokenizeRequest))
+    async def tokenize(request: Request) -> Response:
+        return JSONResponse(await served.tokenize(parse_body(TokenizeRequest, await request.body())))
+
+    @app.post("/detokenize", openapi_extra=body_schema(DetokenizeRequest))
+    async def detokenize(request: Request) -> Response:
+        body = parse_body(DetokenizeRequest, await request.body())
+        return JSONResponse({"prompt": await served.detokenize(body.model, body.tokens)})
+
+
+def _add_model_routes(app: FastAPI, served: ServedModel) -> None:
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return JSONResponse({"object": "list", "data": await served.cards()})
+
+    @app.get("/v1/models/{model:path}")
+    async def model(model: str) -> Response:
+        name = served.adapter_of(model) or served.base
+        for card in await served.cards():
+            if card["id"] == name:
+                return JSONResponse(card)
+        raise model_not_found(model)
+
+    @app.get("/health")
+    async def health() -> Response:
+        await served.client.check_health()
+        return Response()
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        text = metrics_text(served.base, served.config.max_loras, await served.client.stats())
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+async def _stream(writer: EventWriter, chunks: AsyncGenerator[Numbered, None], translate: Translate) -> Response:
+    """Answer once there is something to tell, so that a request that fails before has a status of its own."""
+    try:
+        first = await anext(chunks, None)
+    except RayLoraError as error:
+        raise translate(error) from error
+    if first is None:
+        raise EngineDeadError("the stream ended before its first chunk")
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        async with aclosing(chunks):
+            try:
+                yield writer.events(first[1], first[0])
+                async for index, chunk in chunks:
+                    yield writer.events(chunk, index)
+            except RayLoraError as error:
+                yield event(body_of(translate(error))) + DONE
+                return
+            except Exception as error:
+                logger.exception("a stream failed")
+                yield event(error_body(500, f"Internal error: {type(error).__name__}")) + DONE
+                return
+            yield writer.closing()
+
+    return EventStream(events(), _version_header(first[1].adapter_version))
+
+
+def body_schema(model: type[BaseModel]) -> dict[str, Any]:
+    """The body's schema for `/docs`; the routes read the bytes themselves, for errors in OpenAI's format."""
+    schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+    schema.pop("$defs", None)
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def _head(
+    prefix: str, request: Request, body: ChatCompletionRequest | CompletionRequest, served: ServedModel
+) -> AnswerHead:
+    given = body.request_id or request.headers.get(REQUEST_ID_HEADER)
+    return AnswerHead(make_request_id(prefix, given), body.model or served.base)
+
+
+def _translator(body: ChatCompletionRequest | CompletionRequest, prompt_field: str) -> Translate:
+    return lambda error: in_callers_words(error, body.model, prompt_field)
+
+
+def _version_header(version: str | None) -> dict[str, str]:
+    return {} if version is None else {VERSION_HEADER: version}

@@ -1,0 +1,96 @@
+"""What each error of `errors.py` is over HTTP: the one place that knows statuses, in OpenAI's and vLLM's format."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+
+from ray_lora.errors import (
+    CapacityError,
+    ConfigError,
+    EngineDeadError,
+    InvalidRequestError,
+    NotFoundError,
+    NumericsError,
+    RayLoraError,
+)
+
+STATUS: dict[type[RayLoraError], int] = {
+    InvalidRequestError: 400,
+    NotFoundError: 404,
+    CapacityError: 429,
+    NumericsError: 500,
+    ConfigError: 500,
+    EngineDeadError: 503,
+    RayLoraError: 500,
+}
+"""By the most specific class; a subclass that is not here has its parent's status."""
+
+TYPE = {
+    400: "BadRequestError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    415: "UnsupportedMediaTypeError",
+    429: "TooManyRequestsError",
+    500: "InternalServerError",
+    503: "ServiceUnavailableError",
+}
+
+DEFAULT_RETRY_AFTER_S = 1.0
+
+
+def status_of(error: RayLoraError) -> int:
+    return next(STATUS[kind] for kind in type(error).__mro__ if kind in STATUS)
+
+
+def error_body(status: int, message: str, param: str | None = None, kind: str | None = None) -> dict[str, Any]:
+    """OpenAI's error object, with vLLM's `code`."""
+    kind = kind or TYPE.get(status, "BadRequestError" if status < 500 else "InternalServerError")
+    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+
+
+def body_of(error: RayLoraError) -> dict[str, Any]:
+    """The error object of one of ours, also for the middle of a stream."""
+    return error_body(status_of(error), str(error), getattr(error, "param", None))
+
+
+def error_response(error: RayLoraError, kind: str | None = None) -> JSONResponse:
+    """The answer to a request that failed before anything was sent."""
+    status = status_of(error)
+    body = error_body(status, str(error), getattr(error, "param", None), kind)
+    headers: Mapping[str, str] | None = None
+    if isinstance(error, CapacityError):
+        headers = {"Retry-After": str(math.ceil(error.retry_after or DEFAULT_RETRY_AFTER_S))}
+    return JSONResponse(body, status, headers)
+
+
+def model_not_found(model: str) -> NotFoundError:
+    """vLLM's words for a name that is neither the base nor an adapter."""
+    return NotFoundError(f"The model `{model}` does not exist.", "model")
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Give every failure the same format, also a wrong path, a wrong method and a bug."""
+
+    async def ours(_: Request, error: Exception) -> Response:
+        assert isinstance(error, RayLoraError)
+        return error_response(error)
+
+    async def http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        message = str(error.detail)
+        if error.status_code == 404:
+            message = f"No such path: {request.method} {request.url.path}"
+        elif error.status_code == 405:
+            message = f"{request.method} is not allowed for {request.url.path}"
+        return JSONResponse(error_body(error.status_code, message), error.status_code, error.headers)
+
+    async def bug(_: Request, error: Exception) -> Response:
+        return JSONResponse(error_body(500, f"Internal error: {type(error).__name__}"), 500)
+
+    app.add_exception_handler(RayLoraError, ours)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(Exception, bug)

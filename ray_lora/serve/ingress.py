@@ -1,0 +1,77 @@
+"""The deployment that callers see: the HTTP API, and the same model for other Ray applications by handle.
+
+handle = serve.get_app_handle("llama")
+output = await handle.generate.remote(GenerateRequest(prompt="Hello"))                # a RequestOutput
+async for chunk in handle.options(stream=True).generate.remote(request): ...         # GenerateChunks
+await handle.load_adapter.remote("legal", "/adapters/legal")
+"""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+from fastapi import FastAPI
+from ray.serve.handle import DeploymentHandle
+
+from ray_lora.adapter import AdapterInfo
+from ray_lora.config import EngineConfig
+from ray_lora.request import GenerateChunk, GenerateRequest, RequestOutput
+from ray_lora.serve.call_kind import is_streaming_call
+from ray_lora.serve.chunk_pacing import paced
+from ray_lora.serve.http_api import build_api
+from ray_lora.serve.replica_client import ReplicaClient
+from ray_lora.serve.served_model import ServedModel, make_request_id
+from ray_lora.serve.tokenizer_loader import load_tokenizer
+
+
+class Ingress:
+    """Text in and out; the model itself is behind `replicas`."""
+
+    def __init__(self, config: EngineConfig, replicas: DeploymentHandle[Any]) -> None:
+        self._client = ReplicaClient(replicas)
+        self._served = ServedModel(config, load_tokenizer(config), self._client)
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        return build_api(self._served)
+
+    async def generate(self, request: GenerateRequest) -> RequestOutput | AsyncGenerator[GenerateChunk, None]:
+        """Complete a prompt: the whole output, or with `options(stream=True)` its chunks as they come.
+
+        Raises:
+            InvalidRequestError, NotFoundError: the request cannot be served; `param` names the field.
+            NumericsError, EngineDeadError: it failed on the way.
+        """
+        wants_stream = is_streaming_call()
+        text = request.prompt if isinstance(request.prompt, str) else None
+        if text is not None:
+            request = replace(request, prompt=self._served.tokenizer.encode(text))
+        if not request.request_id:
+            request = replace(request, request_id=make_request_id("gen", None))
+        chunks = self._client.generate(request)
+        if wants_stream:
+            return paced(chunks)
+        output = RequestOutput(request.request_id, text, adapter=request.adapter)
+        async with aclosing(chunks):
+            async for chunk in chunks:
+                output.append(chunk)
+        return output
+
+    async def load_adapter(self, name: str, path: str, load_inplace: bool = False) -> AdapterInfo:
+        """Load an adapter on every replica; the same name with the same content changes nothing.
+
+        Raises:
+            InvalidRequestError, NotFoundError, CapacityError: what is wrong with it; nothing has changed.
+        """
+        return await self._client.load_adapter(name, path, load_inplace)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forget an adapter; requests that run on it finish.
+
+        Raises:
+            NotFoundError: there is none of that name.
+        """
+        await self._client.unload_adapter(name)
+
+    async def list_adapters(self) -> list[AdapterInfo]:
+        return await self._client.list_adapters()

@@ -1,0 +1,153 @@
+"""The replicas, as the ingress sees them: one model that generates, loads and unloads."""
+
+import asyncio
+import itertools
+import logging
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Coroutine
+from typing import Any
+
+from ray.exceptions import RayError, RayTaskError
+from ray.serve.exceptions import BackPressureError, RayServeException
+from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
+
+from ray_lora.adapter import AdapterInfo
+from ray_lora.errors import CapacityError, EngineDeadError, RayLoraError
+from ray_lora.request import GenerateChunk, GenerateRequest
+from ray_lora.serve.outbox import Item, decode
+from ray_lora.serve.replica import Accepted
+from ray_lora.stats import EngineStats
+from ray_lora.step import ModelInfo
+
+logger = logging.getLogger("ray.serve")
+
+
+class ReplicaClient:
+    """Implements `EngineClient` over a handle of `LLMReplica`.
+
+    Every request is a call of its own, so that Serve chooses the replica, counts what is under way and carries a
+    cancellation. What a replica has to tell comes through one stream for all of them; see `outbox.py`.
+    """
+
+    def __init__(self, handle: DeploymentHandle[Any]) -> None:
+        self._handle = handle
+        self._submit = handle.options(method_name="submit", stream=True)
+        self._outbox = handle.options(method_name="outbox", stream=True)
+        self._id = uuid.uuid4().hex
+        self._keys = itertools.count()
+        self._queues: dict[int, asyncio.Queue[Item]] = {}
+        self._replica_of: dict[int, str] = {}
+        self._opened: dict[str, int] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
+        key = next(self._keys)
+        queue: asyncio.Queue[Item] = asyncio.Queue()
+        self._queues[key] = queue
+        call: Any = self._submit.remote(request, self._id, key)
+        watching = self._start(self._watch(call, key))
+        is_over = False
+        try:
+            while (item := await queue.get()) is not None:
+                if isinstance(item, RayLoraError):
+                    is_over = True
+                    raise item
+                yield item
+            is_over = True
+        finally:
+            del self._queues[key]
+            self._replica_of.pop(key, None)
+            if not is_over:
+                call.cancel()
+                watching.cancel()
+
+    async def load_adapter(self, name: str, path: str, load_inplace: bool = False) -> AdapterInfo:
+        info: AdapterInfo = (await self._on_all("load_adapter", name, path, load_inplace))[0]
+        return info
+
+    async def unload_adapter(self, name: str) -> None:
+        await self._on_all("unload_adapter", name)
+
+    async def list_adapters(self) -> list[AdapterInfo]:
+        return list(await _result(self._handle.list_adapters.remote()))
+
+    async def stats(self) -> list[EngineStats]:
+        return await self._on_all("stats")
+
+    async def model_info(self) -> ModelInfo:
+        info: ModelInfo = await _result(self._handle.model_info.remote())
+        return info
+
+    async def check_health(self) -> None:
+        await self._on_all("check_health")
+
+    async def _watch(self, call: DeploymentResponseGenerator[Accepted], key: int) -> None:
+        """Follow a request's own call: where it runs, and whether it breaks."""
+        try:
+            async for accepted in call:
+                if key in self._queues:
+                    self._replica_of[key] = accepted.replica_id
+                if self._opened.get(accepted.replica_id, -1) < accepted.epoch:
+                    self._opened[accepted.replica_id] = accepted.epoch
+                    self._start(self._follow_outbox(accepted.replica_id))
+        except Exception as error:
+            self._tell(key, as_ours(error))
+
+    async def _follow_outbox(self, replica_id: str) -> None:
+        try:
+            batches: Any = self._outbox.remote(replica_id, self._id)
+            async for batch in batches:
+                for key, item in decode(batch):
+                    self._tell(key, item)
+        except Exception as error:
+            logger.warning("the stream of replica %s broke: %s", replica_id, error)
+            self._opened.pop(replica_id, None)
+            for key in [key for key, other in self._replica_of.items() if other == replica_id]:
+                self._tell(key, as_ours(error))
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _tell(self, key: int, item: Item) -> None:
+        queue = self._queues.get(key)
+        if queue is not None:
+            queue.put_nowait(item)
+
+    async def _on_all(self, method: str, *args: object) -> list[Any]:
+        """Call every replica; the first error counts."""
+        try:
+            results = await self._handle.broadcast(method, *args).results_async()
+        except Exception as error:
+            raise as_ours(error) from None
+        if not results:
+            raise EngineDeadError("no replica is running")
+        for result in results:
+            if isinstance(result, RayLoraError):
+                raise result
+        return results
+
+
+async def _result(response: Awaitable[Any]) -> Any:
+    try:
+        return await response
+    except Exception as error:
+        raise as_ours(error) from None
+
+
+def as_ours(error: Exception) -> RayLoraError:
+    """What an error of Ray or of Serve means to a caller."""
+    cause = error.cause if isinstance(error, RayTaskError) else error
+    if isinstance(cause, RayLoraError):
+        return cause
+    if isinstance(error, BackPressureError):
+        return CapacityError(str(error))
+    if isinstance(error, (RayError, RayServeException)):
+        return EngineDeadError(f"the replica is not available: {_first_line(cause)}")
+    return RayLoraError(_first_line(cause))
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"

@@ -1,0 +1,152 @@
+"""The model as the API sees it: names, text, and the requests that go to the engine."""
+
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ray_lora.config import EngineConfig
+from ray_lora.errors import InvalidRequestError, NotFoundError, RayLoraError
+from ray_lora.request import GenerateRequest
+from ray_lora.serve.engine_client import EngineClient
+from ray_lora.serve.http_errors import model_not_found
+from ray_lora.serve.no_tokenizer import NoTokenizer
+from ray_lora.serve.openai_answers import model_cards
+from ray_lora.serve.openai_types import ChatCompletionRequest, CompletionRequest, TokenizeRequest
+from ray_lora.serve.tokenizer import Tokenizer
+from ray_lora.step import ModelInfo
+
+
+class ServedModel:
+    """Turns bodies into engine requests. Text becomes token ids here, which spares the process that runs the model."""
+
+    def __init__(self, config: EngineConfig, tokenizer: Tokenizer | NoTokenizer, client: EngineClient) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.client = client
+        self.created = int(time.time())
+        self._info: ModelInfo | None = None
+
+    @property
+    def base(self) -> str:
+        return self.config.base_model_name
+
+    async def info(self) -> ModelInfo:
+        """Asked for once; a model does not change while it is served."""
+        if self._info is None:
+            self._info = await self.client.model_info()
+        return self._info
+
+    def adapter_of(self, model: str | None) -> str | None:
+        """The adapter that `model` names, None for the base; whether it is loaded, the engine says."""
+        if model is None or model == self.base:
+            return None
+        adapter = model.removeprefix(f"{self.base}:")
+        if not adapter:
+            raise model_not_found(model)
+        return adapter
+
+    def chat_request(self, body: ChatCompletionRequest, request_id: str) -> GenerateRequest:
+        """
+        Raises:
+            InvalidRequestError: a field is bad, or the chat cannot be rendered.
+        """
+        params = body.sampling_params()
+        token_ids = self._chat_token_ids(
+            body.chat,
+            body.add_generation_prompt,
+            body.continue_final_message,
+            body.chat_template_kwargs,
+            bool(body.add_special_tokens),
+        )
+        adapter = self.adapter_of(body.model)
+        return GenerateRequest(prompt=token_ids, sampling_params=params, adapter=adapter, request_id=request_id)
+
+    def completion_requests(self, body: CompletionRequest, request_id: str) -> tuple[list[GenerateRequest], list[str]]:
+        """One request per prompt, and the texts to echo.
+
+        Raises:
+            InvalidRequestError: a field is bad.
+        """
+        params = body.sampling_params()
+        adapter = self.adapter_of(body.model)
+        prompts = body.prompts
+        requests, echoes = [], []
+        for index, prompt in enumerate(prompts):
+            if isinstance(prompt, str):
+                token_ids = self.tokenizer.encode(prompt, body.add_special_tokens is not False)
+            else:
+                token_ids = prompt
+            name = request_id if len(prompts) == 1 else f"{request_id}-{index}"
+            requests.append(GenerateRequest(prompt=token_ids, sampling_params=params, adapter=adapter, request_id=name))
+            echoes.append(self._echo(prompt) if body.echo else "")
+        return requests, echoes
+
+    async def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
+        """vLLM's answer of `/tokenize`."""
+        await self.check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise InvalidRequestError("Give either prompt or messages", "prompt")
+        if body.messages is not None:
+            chat = ChatCompletionRequest(messages=body.messages).chat
+            token_ids = self._chat_token_ids(
+                chat,
+                body.add_generation_prompt,
+                body.continue_final_message,
+                body.chat_template_kwargs,
+                bool(body.add_special_tokens),
+            )
+        else:
+            token_ids = self.tokenizer.encode(body.prompt or "", body.add_special_tokens is not False)
+        strings = [self.tokenizer.token_string(token) for token in token_ids] if body.return_token_strs else None
+        max_model_len = (await self.info()).max_model_len
+        return {"count": len(token_ids), "max_model_len": max_model_len, "tokens": token_ids, "token_strs": strings}
+
+    async def detokenize(self, model: str | None, token_ids: Sequence[int]) -> str:
+        await self.check_model(model)
+        vocab_size = (await self.info()).vocab_size
+        for token_id in token_ids:
+            if not 0 <= token_id < vocab_size:
+                raise InvalidRequestError(f"tokens has {token_id}, not a token id below {vocab_size}", "tokens")
+        return self.tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    async def cards(self) -> list[dict[str, Any]]:
+        """`data` of `/v1/models`."""
+        adapters = await self.client.list_adapters()
+        info = await self.info()
+        return model_cards(self.base, self.config.model, info.max_model_len, adapters, self.created)
+
+    async def check_model(self, model: str | None) -> None:
+        """Raise NotFoundError unless `model` is served."""
+        adapter = self.adapter_of(model)
+        if adapter is not None and all(info.name != adapter for info in await self.client.list_adapters()):
+            raise model_not_found(model or "")
+
+    def _chat_token_ids(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        template_kwargs: Mapping[str, Any] | None,
+        add_special_tokens: bool,
+    ) -> list[int]:
+        """A template writes its special tokens itself, so none are added unless asked for."""
+        text = self.tokenizer.render_chat(messages, add_generation_prompt, continue_final_message, template_kwargs)
+        return self.tokenizer.encode(text, add_special_tokens)
+
+    def _echo(self, prompt: str | Sequence[int]) -> str:
+        return prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt, skip_special_tokens=False)
+
+
+def make_request_id(prefix: str, given: str | None) -> str:
+    """An id for logs and answers: the caller's, or a new one."""
+    return f"{prefix}-{given or uuid.uuid4().hex}"
+
+
+def in_callers_words(error: RayLoraError, model: str | None, prompt_field: str) -> RayLoraError:
+    """The engine's error with the names that the HTTP request used."""
+    if isinstance(error, NotFoundError):
+        return model_not_found(model or "")
+    if isinstance(error, InvalidRequestError) and error.param == "prompt":
+        return InvalidRequestError(str(error), prompt_field)
+    return error

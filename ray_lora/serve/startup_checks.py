@@ -1,0 +1,73 @@
+"""What can be seen wrong with a configuration before any process is started for it."""
+
+import re
+from pathlib import Path
+
+import ray
+
+import ray_lora
+from ray_lora.architecture import read_architecture
+from ray_lora.config import EngineConfig
+from ray_lora.errors import ConfigError, InvalidRequestError
+from ray_lora.names import check_adapter_name
+from ray_lora.serve.tokenizer_loader import load_tokenizer
+
+
+def resolve_paths(config: EngineConfig) -> EngineConfig:
+    """Make relative paths absolute, because replicas run in other directories.
+
+    They count from the directory that `serve run` was started in, and failing that from the root of the checkout that
+    this package is installed from, so that `deployments/llama.yaml` works from anywhere.
+    """
+    modules = [module.model_copy(update={"path": _resolve(module.path)}) for module in config.lora_modules]
+    update = {"model": _resolve(config.model), "lora_modules": tuple(modules)}
+    if config.tokenizer is not None:
+        update["tokenizer"] = _resolve(config.tokenizer)
+    if config.served_model_name is None:
+        update["served_model_name"] = config.base_model_name
+    return config.model_copy(update=update)
+
+
+def is_single_node() -> bool:
+    """Whether this process sees the files that the replicas will see."""
+    return not ray.is_initialized() or sum(node["Alive"] for node in ray.nodes()) <= 1
+
+
+def check_files(config: EngineConfig) -> None:
+    """
+    Raises:
+        ConfigError: the model, its tokenizer or an adapter is missing or cannot be served; one line that names it.
+    """
+    if not config.model_path.is_dir():
+        raise ConfigError(f"model: {config.model_path} does not exist{_hint(config.model_path)}")
+    if not (config.model_path / "config.json").is_file():
+        raise ConfigError(f"model: {config.model_path} has no config.json")
+    read_architecture(config.model_path).check_tensor_parallel(config.tensor_parallel_size)
+    load_tokenizer(config)
+    names = set()
+    for module in config.lora_modules:
+        try:
+            check_adapter_name(module.name, config.base_model_name)
+        except InvalidRequestError as error:
+            raise ConfigError(f"lora_modules: {error}") from None
+        if module.name in names:
+            raise ConfigError(f"lora_modules: {module.name!r} is given twice")
+        names.add(module.name)
+        if not (Path(module.path).expanduser() / "adapter_config.json").is_file():
+            raise ConfigError(f"lora_modules: {module.name!r}: {module.path} has no adapter_config.json")
+
+
+def _resolve(path: str) -> str:
+    expanded = Path(path).expanduser()
+    if expanded.is_absolute() or re.match(r"[a-z][a-z0-9+.-]*://", path):
+        return str(path if not expanded.is_absolute() else expanded)
+    package = Path(ray_lora.__file__).parent
+    for root in (Path.cwd(), package.parent):
+        if (root / expanded).exists():
+            return str(root / expanded)
+    return str(Path.cwd() / expanded)
+
+
+def _hint(path: Path) -> str:
+    """The demo model is made by `make`."""
+    return "; run `make install` to prepare it" if ".cache/ray_lora" in str(path) else ""

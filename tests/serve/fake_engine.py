@@ -1,0 +1,184 @@
+"""An engine without a model: token `i` of an answer is `prompt[-1] + 1 + i`, at one step per `step_s`.
+
+Adapters add a thousand to the first token; what the engine was asked and what was cancelled can be read back.
+"""
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncGenerator
+from pathlib import Path
+
+from ray_lora.adapter import AdapterInfo
+from ray_lora.config import EngineConfig
+from ray_lora.errors import (
+    AdapterExistsError,
+    AdapterRejectedError,
+    CapacityError,
+    EngineDeadError,
+    InvalidRequestError,
+    NotFoundError,
+    NumericsError,
+    RayLoraError,
+)
+from ray_lora.request import CompletionDelta, GenerateChunk, GenerateRequest, Logprob, LogprobsDict
+from ray_lora.serve.tokenizer import Tokenizer
+from ray_lora.stats import EngineStats
+from ray_lora.step import ModelInfo
+
+MAX_MODEL_LEN = 64
+VOCAB_SIZE = 49152
+TROUBLE: dict[int | None, RayLoraError] = {
+    -1: NumericsError("the logits are not finite"),
+    -2: EngineDeadError("rank 1 is gone"),
+    -3: CapacityError("the queue is full", 2.5),
+}
+"""By the seed of a request; the first two come after two tokens, the last at once."""
+
+
+class FakeEngine:
+    """Implements `serve.replica.Engine`."""
+
+    def __init__(self, config: EngineConfig, step_s: float = 0.0) -> None:
+        self.config = config
+        self.info = ModelInfo(VOCAB_SIZE, MAX_MODEL_LEN, 100, (2, 0))
+        self.step_s = step_s
+        self.tokenizer = Tokenizer(config.model)
+        self.requests: list[GenerateRequest] = []
+        self.cancelled: list[str] = []
+        self.num_running = 0
+        self.adapters: dict[str, AdapterInfo] = {}
+        self.is_dead = False
+        self.is_shut_down = False
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
+        self.requests.append(request)
+        params = request.sampling_params
+        prompt = self.tokenizer.encode(request.prompt) if isinstance(request.prompt, str) else list(request.prompt)
+        if request.adapter is not None and request.adapter not in self.adapters:
+            raise NotFoundError(f"The lora adapter '{request.adapter}' cannot be found.", "lora_name")
+        if not prompt or len(prompt) >= MAX_MODEL_LEN:
+            raise InvalidRequestError(f"This model's maximum context length is {MAX_MODEL_LEN} tokens.", "prompt")
+        if params.seed == -3:
+            raise TROUBLE[-3]
+        room = MAX_MODEL_LEN - len(prompt)
+        num_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        first = prompt[-1] + 1 + (1000 if request.adapter else 0)
+        detokenizers = [self.tokenizer.detokenizer(params.skip_special_tokens, prompt) for _ in range(params.n)]
+        self.num_running += 1
+        is_done = False
+        try:
+            for position in range(num_tokens):
+                await asyncio.sleep(self.step_s)
+                if position == 2 and params.seed in TROUBLE:
+                    is_done = True
+                    raise TROUBLE[params.seed]
+                deltas = []
+                for index, detokenizer in enumerate(detokenizers):
+                    token = (first + position + 100 * index) % VOCAB_SIZE
+                    reason = "length" if position == num_tokens - 1 else None
+                    entry = None if params.logprobs is None else (self._logprobs(token, params.logprobs),)
+                    deltas.append(CompletionDelta(index, detokenizer.push(token), (token,), entry, reason))
+                is_done = position == num_tokens - 1
+                yield self._chunk(request, prompt, deltas, position == 0)
+        finally:
+            self.num_running -= 1
+            if not is_done:
+                self.cancelled.append(request.request_id)
+
+    async def load_adapter(self, name: str, path: str, load_inplace: bool = False) -> tuple[AdapterInfo, bool]:
+        if not Path(path).is_dir():
+            raise NotFoundError(f"lora_path: {path} does not exist", "lora_path")
+        config = json.loads((Path(path) / "adapter_config.json").read_text())
+        if config.get("use_dora"):
+            raise AdapterRejectedError("use_dora is not supported", "use_dora")
+        version = f"v{config['r']}"
+        before = self.adapters.get(name)
+        if before is not None and before.version == version:
+            return before, False
+        if before is not None and not load_inplace:
+            raise AdapterExistsError(
+                f"The lora adapter '{name}' has already been loaded. "
+                "If you want to load the adapter in place, set 'load_inplace' to True.",
+                "lora_name",
+            )
+        self.adapters[name] = AdapterInfo(name, version, path, config["r"], 1, True, 0)
+        return self.adapters[name], True
+
+    async def unload_adapter(self, name: str) -> None:
+        if self.adapters.pop(name, None) is None:
+            raise NotFoundError(f"The lora adapter '{name}' cannot be found.", "lora_name")
+
+    def list_adapters(self) -> list[AdapterInfo]:
+        return list(self.adapters.values())
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            num_requests_running=self.num_running,
+            num_requests_waiting=0,
+            kv_cache_usage=0.25,
+            num_preemptions=3,
+            prompt_tokens=40,
+            generation_tokens=50,
+            prefix_cache_queries=60,
+            prefix_cache_hits=len(self.cancelled),
+            requests_succeeded={"stop": 1, "length": 2},
+            running_adapters=("pirate",),
+            waiting_adapters=(),
+            resident_adapters=tuple(self.adapters),
+            num_lora_pages=24,
+            num_free_lora_pages=20,
+        )
+
+    async def check_health(self) -> None:
+        if self.is_dead:
+            raise EngineDeadError("rank 1 is gone")
+
+    async def shutdown(self) -> None:
+        self.is_shut_down = True
+
+    def _logprobs(self, token: int, count: int) -> LogprobsDict:
+        entries = {token: Logprob(-1.5, 2, self.tokenizer.token_text(token))}
+        best = [(100 + rank, -0.5 * rank) for rank in range(1, count + 1)]
+        return entries | {
+            other: Logprob(value, rank, self.tokenizer.token_text(other))
+            for rank, (other, value) in enumerate(best, start=1)
+            if rank != 2
+        }
+
+    def _chunk(
+        self, request: GenerateRequest, prompt: list[int], deltas: list[CompletionDelta], is_first: bool
+    ) -> GenerateChunk:
+        if not is_first:
+            return GenerateChunk(request.request_id, tuple(deltas))
+        count = request.sampling_params.prompt_logprobs
+        logprobs = None if count is None else (None, *(self._logprobs(token, count) for token in prompt[1:]))
+        version = self.adapters[request.adapter].version if request.adapter else None
+        return GenerateChunk(request.request_id, tuple(deltas), tuple(prompt), logprobs, 4, version)
+
+
+async def start_fake(config: EngineConfig) -> FakeEngine:
+    """An `EngineStarter` for real deployments; the environment says how fast it steps."""
+    return FakeEngine(config, float(os.environ.get("FAKE_STEP_S", "0.02")))
+
+
+class FakeClient:
+    """Implements `EngineClient` over an engine in this process."""
+
+    def __init__(self, engine: FakeEngine) -> None:
+        self.engine = engine
+        self.generate = engine.generate
+        self.unload_adapter = engine.unload_adapter
+        self.check_health = engine.check_health
+
+    async def load_adapter(self, name: str, path: str, load_inplace: bool = False) -> AdapterInfo:
+        return (await self.engine.load_adapter(name, path, load_inplace))[0]
+
+    async def list_adapters(self) -> list[AdapterInfo]:
+        return self.engine.list_adapters()
+
+    async def stats(self) -> list[EngineStats]:
+        return [self.engine.stats()]
+
+    async def model_info(self) -> ModelInfo:
+        return self.engine.info

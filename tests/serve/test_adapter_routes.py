@@ -1,0 +1,103 @@
+"""Models, adapters, health and metrics over HTTP, with vLLM's answers."""
+
+import json
+from pathlib import Path
+
+import httpx
+import pytest
+from conftest import Server
+from openai import OpenAI
+
+
+def load(http: httpx.Client, path: Path, name: str = "pirate", inplace: bool = False) -> httpx.Response:
+    body = {"lora_name": name, "lora_path": str(path), "load_inplace": inplace}
+    return http.post("/v1/load_lora_adapter", json=body)
+
+
+def test_a_loaded_adapter_is_listed_under_its_base(
+    http: httpx.Client, openai_client: OpenAI, adapter_dir: Path
+) -> None:
+    answer = load(http, adapter_dir)
+    assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'pirate' added successfully.")
+    base, adapter = openai_client.models.list().data
+    assert (base.id, base.model_extra["parent"], base.model_extra["max_model_len"]) == ("smollm2", None, 64)
+    assert (adapter.id, adapter.model_extra["parent"]) == ("pirate", "smollm2")
+    assert (adapter.model_extra["root"], adapter.model_extra["version"]) == (str(adapter_dir), "v8")
+    assert openai_client.models.retrieve("smollm2:pirate").id == "pirate"
+    assert openai_client.models.retrieve("smollm2").id == "smollm2"
+
+
+def test_unloading_is_once_only(http: httpx.Client, adapter_dir: Path) -> None:
+    load(http, adapter_dir)
+    answer = http.post("/v1/unload_lora_adapter", json={"lora_name": "pirate"})
+    assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'pirate' removed successfully.")
+    answer = http.post("/v1/unload_lora_adapter", json={"lora_name": "pirate"})
+    assert answer.status_code == 404
+    assert answer.json()["error"]["type"] == "NotFoundError"
+    assert answer.json()["error"]["message"] == "The lora adapter 'pirate' cannot be found."
+    assert http.post("/v1/completions", json={"model": "pirate", "prompt": "a"}).status_code == 404
+
+
+def test_a_name_is_taken_unless_replaced_in_place(http: httpx.Client, server: Server, adapter_dir: Path) -> None:
+    load(http, adapter_dir)
+    assert load(http, adapter_dir).status_code == 200
+    (adapter_dir / "adapter_config.json").write_text(json.dumps({"r": 16}))
+    answer = load(http, adapter_dir)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["type"] == "InvalidUserInput"
+    assert "set 'load_inplace' to True" in answer.json()["error"]["message"]
+    assert server.engine.adapters["pirate"].version == "v8"
+    assert load(http, adapter_dir, inplace=True).status_code == 200
+    assert server.engine.adapters["pirate"].version == "v16"
+
+
+@pytest.mark.parametrize("body", [{}, {"lora_name": "a"}, {"lora_path": "/a"}, {"lora_name": "", "lora_path": "/a"}])
+def test_a_load_needs_name_and_path(http: httpx.Client, body: dict[str, str]) -> None:
+    error = http.post("/v1/load_lora_adapter", json=body).json()["error"]
+    assert (error["code"], error["type"]) == (400, "InvalidUserInput")
+    assert error["message"] == "Both 'lora_name' and 'lora_path' must be provided."
+
+
+def test_a_refused_adapter_names_the_field_of_its_config(http: httpx.Client, adapter_dir: Path) -> None:
+    (adapter_dir / "adapter_config.json").write_text(json.dumps({"r": 8, "use_dora": True}))
+    error = load(http, adapter_dir).json()["error"]
+    assert (error["code"], error["type"], error["param"]) == (400, "InvalidUserInput", "use_dora")
+
+
+def test_a_missing_path_is_not_found(http: httpx.Client, tmp_path: Path) -> None:
+    error = load(http, tmp_path / "nowhere").json()["error"]
+    assert (error["code"], error["type"], error["param"]) == (404, "NotFoundError", "lora_path")
+
+
+def test_a_load_refuses_unknown_fields(http: httpx.Client, adapter_dir: Path) -> None:
+    body = {"lora_name": "a", "lora_path": str(adapter_dir), "load_in_place": True}
+    error = http.post("/v1/load_lora_adapter", json=body).json()["error"]
+    assert error["message"] == "Unknown field 'load_in_place'; did you mean 'load_inplace'?"
+
+
+def test_health_tells_of_a_dead_engine(http: httpx.Client, server: Server) -> None:
+    assert (http.get("/health").status_code, http.get("/health").content) == (200, b"")
+    server.engine.is_dead = True
+    answer = http.get("/health")
+    assert answer.status_code == 503
+    assert answer.json()["error"]["message"] == "rank 1 is gone"
+
+
+def test_metrics_have_vllms_names(http: httpx.Client) -> None:
+    answer = http.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain")
+    lines = dict(line.rsplit(" ", 1) for line in answer.text.splitlines() if not line.startswith("#"))
+    labels = '{engine="0",model_name="smollm2"}'
+    assert float(lines[f"vllm:kv_cache_usage_perc{labels}"]) == 0.25
+    assert float(lines[f"vllm:num_requests_running{labels}"]) == 0
+    assert float(lines[f"vllm:num_requests_waiting{labels}"]) == 0
+    assert float(lines[f"vllm:num_preemptions_total{labels}"]) == 3
+    assert float(lines[f"vllm:prompt_tokens_total{labels}"]) == 40
+    assert float(lines[f"vllm:generation_tokens_total{labels}"]) == 50
+    assert float(lines[f"vllm:prefix_cache_queries_total{labels}"]) == 60
+    assert f"vllm:prefix_cache_hits_total{labels}" in lines
+    assert float(lines['vllm:request_success_total{engine="0",finished_reason="length",model_name="smollm2"}']) == 2
+    info = 'vllm:lora_requests_info{max_lora="4",running_lora_adapters="pirate",waiting_lora_adapters=""}'
+    assert float(lines[info]) > 1.7e9
+    assert float(lines[f"ray_lora:lora_pages{labels}"]) == 24
+    assert float(lines[f"ray_lora:lora_pages_free{labels}"]) == 20
