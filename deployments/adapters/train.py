@@ -190,7 +190,7 @@ def train(chat: Chat, recipe: Recipe, examples: list[tuple[str, str, str]]) -> d
     rows = []
     for topic, question, answer in examples:
         prompt = chat.prompt_ids(question)
-        reply = chat.tokenizer(recipe.rewrite(topic, answer)).input_ids + [chat.tokenizer.eos_token_id]
+        reply = [*chat.tokenizer(recipe.rewrite(topic, answer)).input_ids, chat.tokenizer.eos_token_id]
         rows.append({"input_ids": prompt + reply, "labels": [IGNORED] * len(prompt) + reply})
 
     order = torch.cat([torch.randperm(len(rows)) for _ in range(recipe.num_epochs)]).split(BATCH_SIZE)

@@ -1,5 +1,7 @@
 from collections.abc import Mapping
 from dataclasses import fields
+from itertools import islice
+from random import Random
 
 import pytest
 import torch
@@ -93,9 +95,11 @@ def test_tables_are_int32_on_the_device_and_token_ids_int64() -> None:
     st.integers(1, 8),
     st.randoms(use_true_random=False),
 )
-def test_every_token_goes_to_its_own_place_in_its_own_block(shapes: list[tuple[int, int]], block_size: int, random) -> None:
+def test_every_token_goes_to_its_own_place_in_its_own_block(
+    shapes: list[tuple[int, int]], block_size: int, chooser: Random
+) -> None:
     blocks = list(range(200))
-    random.shuffle(blocks)
+    chooser.shuffle(blocks)
     sequences = []
     for request_id, (num_tokens, start) in enumerate(shapes):
         held = [blocks.pop() for _ in range(-(-(start + num_tokens) // block_size))]
@@ -177,7 +181,7 @@ def test_every_row_meets_exactly_the_pages_of_its_own_adapter(
     shapes: list[tuple[int, int]], modules: list[frozenset[str]], num_pages: list[int]
 ) -> None:
     pages = iter(range(100))
-    adapters = tuple(AdapterPlan(f"v{i}", tuple(next(pages) for _ in range(count))) for i, count in enumerate(num_pages))
+    adapters = tuple(AdapterPlan(f"v{i}", tuple(islice(pages, count))) for i, count in enumerate(num_pages))
     sequences = tuple(sequence(i, [0] * size, 0, [i], adapter) for i, (adapter, size) in enumerate(shapes))
     plan = StepPlan(1, sequences, adapters)
     fused_modules = {adapter.version: modules[i] for i, adapter in enumerate(adapters)}
@@ -187,7 +191,7 @@ def test_every_row_meets_exactly_the_pages_of_its_own_adapter(
     for name, table in segments.items():
         rows, row_starts, page_ids, page_starts = as_lists(table)
         assert len(row_starts) == len(page_starts)
-        assert all(tensor.dtype == torch.int32 for tensor in (table.rows, table.row_starts, table.pages, table.page_starts))
+        assert all(getattr(table, field.name).dtype == torch.int32 for field in fields(table))
         met = {
             row: tuple(page_ids[page_starts[segment] : page_starts[segment + 1]])
             for segment in range(len(row_starts) - 1)
@@ -212,9 +216,9 @@ def test_rotary_tables_are_shared_and_indexed_by_position() -> None:
     assert batch.tables.positions.tolist() == [3, 4]
 
 
-def dynamic_angles(position: int, length: int, head_dim: int = 8, theta: float = 10000.0, factor: float = 4.0) -> torch.Tensor:
+def dynamic_angles(position: int, length: int) -> torch.Tensor:
     """transformers' dynamic NTK scaling, for one row."""
-    length = max(length, TRAINED_LEN)
+    head_dim, theta, factor, length = 8, 10000.0, 4.0, max(length, TRAINED_LEN)
     base = theta * ((factor * length / TRAINED_LEN) - (factor - 1)) ** (head_dim / (head_dim - 2))
     return position / base ** (torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
 
