@@ -35,14 +35,11 @@ def main(argv: list[str]) -> int:
         print(f"ray_lora cannot start: {error}", file=sys.stderr)
         return 1
     serve_command = str(Path(sys.executable).parent / "serve")
-    process = subprocess.Popen([serve_command, "run", argv[0]])
-    signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+    process = subprocess.Popen([serve_command, "run", argv[0]], process_group=0)
+    for sign in (signal.SIGINT, signal.SIGTERM):  # in a group of its own, it gets the terminal's interrupt from here
+        signal.signal(sign, lambda *_: process.send_signal(signal.SIGINT))
     threading.Thread(target=_announce, args=(process, url, model), daemon=True).start()
-    while True:
-        try:
-            return process.wait()
-        except KeyboardInterrupt:  # the terminal sends it to `serve run` as well, which then shuts down
-            continue
+    return process.wait()
 
 
 def check(file: Path) -> tuple[str, str]:

@@ -14,21 +14,21 @@ from ray import serve
 
 logger = logging.getLogger("ray.serve")
 
-LOG_DELAY_S = 1.0
+LOG_DELAY_S = 1.5
 """Ray shows a worker's lines at the driver within this time."""
 
 
 def end_serve_run(message: str) -> None:
-    """End the `serve run` command that started this cluster, unless something else is already served by it.
+    """End the `serve run` command that started this cluster, unless something is already served by it.
 
-    Does nothing on a cluster that was there before, as with `serve deploy` and KubeRay.
+    Does nothing on a cluster that was there before, as with `serve deploy` and KubeRay. A hang-up ends the command with
+    an error status and without a trace; its cluster ends with it.
     """
     pid = serve_run_pid()
-    if pid is None or _anything_is_served():
-        return
-    logger.error(message)
-    time.sleep(LOG_DELAY_S)
-    os.kill(pid, signal.SIGTERM)
+    if pid is not None and not _anything_is_served():
+        logger.error(message)
+        time.sleep(LOG_DELAY_S)
+        os.kill(pid, signal.SIGINT)
 
 
 def serve_run_pid() -> int | None:

@@ -220,6 +220,8 @@ class FakeExecutor:
             assert tuple(request.token_ids[sequence.start : stop]) == sequence.token_ids, "not the request's tokens"
             assert sequence.sample == (stop == len(request.token_ids))
             assert sequence.num_output_tokens == len(request.token_ids) - len(request.start.prompt_token_ids)
+            asked = request.start.sampling_params.prompt_logprobs is not None
+            assert sequence.prompt_logprobs == (asked and sequence.start < len(request.start.prompt_token_ids))
         assert {start.request_id for start in plan.starts} <= {sequence.request_id for sequence in plan.sequences}
 
     def _update_pages(self, plan: StepPlan) -> None:

@@ -193,6 +193,16 @@ def test_a_broken_request_is_told_its_error_once_and_nothing_else() -> None:
     assert driver.step() == []
 
 
+def test_the_other_completions_of_a_broken_request_end_with_it() -> None:
+    driver = CoreDriver(max_num_seqs=1)
+    broken, good = driver.add([1, POISON], n=3), driver.add("ABC", max_tokens=3)
+    assert driver.step() == [broken]
+    driver.run()
+    assert list(driver.errors) == [broken]
+    driver.check_output(good)
+    driver.check_idle()
+
+
 @pytest.mark.parametrize(
     ("request_fields", "param"),
     [
