@@ -5,7 +5,7 @@ import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from ray_lora.adapter import AdapterInfo
 from ray_lora.cluster.start import prepare_cluster
@@ -148,25 +148,30 @@ def _requests(
     sampling_params: SamplingParams | Sequence[SamplingParams],
     adapters: str | Sequence[str | None] | None,
 ) -> list[GenerateRequest]:
-    if isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-        prompts = [prompts]  # type: ignore[list-item]
-    params = [sampling_params] * len(prompts) if isinstance(sampling_params, SamplingParams) else list(sampling_params)
-    names = [adapters] * len(prompts) if adapters is None or isinstance(adapters, str) else list(adapters)
+    several = _several(prompts)
+    params = [sampling_params] * len(several) if isinstance(sampling_params, SamplingParams) else list(sampling_params)
+    names = [adapters] * len(several) if adapters is None or isinstance(adapters, str) else list(adapters)
     for param, values in (("sampling_params", params), ("adapters", names)):
-        if len(values) != len(prompts):
-            raise InvalidRequestError(f"{len(prompts)} prompts but {len(values)} {param}", param)
+        if len(values) != len(several):
+            raise InvalidRequestError(f"{len(several)} prompts but {len(values)} {param}", param)
     return [
         GenerateRequest(prompt=_prompt(prompt), sampling_params=chosen, adapter=name, request_id=str(index))
-        for index, (prompt, chosen, name) in enumerate(zip(prompts, params, names, strict=True))
+        for index, (prompt, chosen, name) in enumerate(zip(several, params, names, strict=True))
     ]
 
 
-def _prompt(prompt: Prompt | int) -> str | Sequence[int]:
+def _several(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    if prompts and isinstance(prompts[0], int):
+        return [cast(Sequence[int], prompts)]
+    return list(cast(Sequence[Prompt], prompts))
+
+
+def _prompt(prompt: Prompt) -> str | Sequence[int]:
     if isinstance(prompt, Mapping):
         for key in ("prompt_token_ids", "prompt"):
             if key in prompt:
-                return prompt[key]  # type: ignore[no-any-return]
+                return cast("str | Sequence[int]", prompt[key])
         raise InvalidRequestError(f"a prompt has neither 'prompt' nor 'prompt_token_ids': {sorted(prompt)}", "prompts")
-    if isinstance(prompt, int):
-        raise InvalidRequestError("prompts mix token ids with other things", "prompts")
     return prompt

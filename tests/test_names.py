@@ -10,7 +10,26 @@ def test_letters_digits_dot_dash_and_underscore_make_a_name(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["", ".", "..", ".hidden", "a/b", "../x", "/etc", "base:x", "a b", "a\n", "é", "a\0", "x" * 129, "-x", "base", None, 7]
+    "name",
+    [
+        "",
+        ".",
+        "..",
+        ".hidden",
+        "a/b",
+        "../x",
+        "/etc",
+        "base:x",
+        "a b",
+        "a\n",
+        "é",
+        "a\0",
+        "x" * 129,
+        "-x",
+        "base",
+        None,
+        7,
+    ],
 )
 def test_paths_model_ids_and_odd_characters_are_no_names(name: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:

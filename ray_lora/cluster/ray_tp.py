@@ -101,7 +101,8 @@ class RayTPExecutor:
                 f"tensor_parallel_size {size}: no room for {size} ranks of {num_cpus} CPU "
                 f"({self._config.placement_group_strategy}) in {ray.available_resources()}"
             )
-        actor_class = ray.remote(concurrency_groups={"adapters": 1, "health": 1})(worker_class)
+        options: dict[str, Any] = {"concurrency_groups": {"adapters": 1, "health": 1}}
+        actor_class = ray.remote(**options)(worker_class)
         return [
             actor_class.options(
                 num_cpus=num_cpus,

@@ -36,10 +36,7 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         self.template = _find_template(directory, config) if override is None else _read_override(override)
         if self.template is not None:
-            try:
-                jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).lex(self.template)
-            except jinja2.TemplateError as error:
-                raise ConfigError(f"chat_template: {error}") from None
+            _check_syntax(self.template)
 
     def render(
         self,
@@ -76,6 +73,14 @@ class ChatTemplate:
         except (jinja2.TemplateError, ValueError, TypeError) as error:
             raise InvalidRequestError(f"The chat template refuses these messages: {error}", "messages") from None
         return str(result[0][0])
+
+
+def _check_syntax(template: str) -> None:
+    try:
+        jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
+    except jinja2.TemplateSyntaxError as error:
+        if "'generation'" not in str(error):  # transformers' own tag
+            raise ConfigError(f"chat_template: {error}") from None
 
 
 def _find_template(directory: Path, config: Mapping[str, Any]) -> str | None:

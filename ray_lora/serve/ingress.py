@@ -22,6 +22,7 @@ from ray_lora.serve.chunk_pacing import paced
 from ray_lora.serve.http_api import build_api
 from ray_lora.serve.replica_client import ReplicaClient
 from ray_lora.serve.served_model import ServedModel, make_request_id
+from ray_lora.serve.tokenizer import Tokenizer
 from ray_lora.serve.tokenizer_loader import load_tokenizer
 
 
@@ -30,7 +31,10 @@ class Ingress:
 
     def __init__(self, config: EngineConfig, replicas: DeploymentHandle[Any]) -> None:
         self._client = ReplicaClient(replicas)
-        self._served = ServedModel(config, load_tokenizer(config), self._client)
+        tokenizer = load_tokenizer(config)
+        if isinstance(tokenizer, Tokenizer):
+            _ = tokenizer.chat_template  # now rather than with the first chat, because it takes a second
+        self._served = ServedModel(config, tokenizer, self._client)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return build_api(self._served)

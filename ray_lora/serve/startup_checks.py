@@ -10,6 +10,7 @@ from ray_lora.architecture import read_architecture
 from ray_lora.config import EngineConfig
 from ray_lora.errors import ConfigError, InvalidRequestError
 from ray_lora.names import check_adapter_name
+from ray_lora.serve.tokenizer import Tokenizer
 from ray_lora.serve.tokenizer_loader import load_tokenizer
 
 
@@ -43,7 +44,9 @@ def check_files(config: EngineConfig) -> None:
     if not (config.model_path / "config.json").is_file():
         raise ConfigError(f"model: {config.model_path} has no config.json")
     read_architecture(config.model_path).check_tensor_parallel(config.tensor_parallel_size)
-    load_tokenizer(config)
+    tokenizer = load_tokenizer(config)
+    if config.chat_template is not None and isinstance(tokenizer, Tokenizer):
+        _ = tokenizer.chat_template
     names = set()
     for module in config.lora_modules:
         try:

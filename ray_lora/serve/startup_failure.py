@@ -21,8 +21,8 @@ LOG_DELAY_S = 1.5
 def end_serve_run(message: str) -> None:
     """End the `serve run` command that started this cluster, unless something is already served by it.
 
-    Does nothing on a cluster that was there before, as with `serve deploy` and KubeRay. A hang-up ends the command with
-    an error status and without a trace; its cluster ends with it.
+    Does nothing on a cluster that was there before, as with `serve deploy` and KubeRay. An interrupt is the only signal
+    at which the command takes its cluster down in order, without a trace.
     """
     pid = serve_run_pid()
     if pid is not None and not _anything_is_served():

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import tokenizers
 from tokenizers.decoders import DecodeStream
-from tokenizers.processors import TemplateProcessing
 
 from ray_lora.errors import ConfigError
 from ray_lora.serve.token_bytes import TokenBytes
@@ -24,6 +23,8 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 
 class Tokenizer:
     """A `tokenizer.json` with the special tokens of `tokenizer_config.json`. Safe to use from several threads.
+
+    Which of them are added around a text, the former alone decides; transformers too ignores `add_bos_token` beside it.
 
     Args:
         path: a Hugging Face directory.
@@ -52,8 +53,6 @@ class Tokenizer:
         }
         extra = self.config.get("additional_special_tokens") or []
         self._tokenizer.add_special_tokens([*self.special_tokens.values(), *(_content(token) for token in extra)])
-        if "add_bos_token" in self.config or "add_eos_token" in self.config:
-            self._tokenizer.post_processor = self._bos_eos_processor()
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self._token_bytes = TokenBytes(self._tokenizer)
         self.token_text = lru_cache(maxsize=1 << 16)(self._token_text)
@@ -115,19 +114,14 @@ class Tokenizer:
         """One token as text; part of a character is U+FFFD."""
         return self._token_bytes[token_id].decode("utf-8", errors="replace")
 
-    def _bos_eos_processor(self) -> TemplateProcessing:
-        """As transformers does where the configuration says whether to add them."""
-        bos = self.special_tokens.get("bos_token") if self.config.get("add_bos_token") else None
-        eos = self.special_tokens.get("eos_token") if self.config.get("add_eos_token") else None
-        single = [*([bos] if bos else []), "$A", *([eos] if eos else [])]
-        special = [(token, self._tokenizer.token_to_id(token)) for token in (bos, eos) if token]
-        return TemplateProcessing(single=single, special_tokens=special)
-
 
 class IncrementalDetokenizer:
     """The text of one completion, token by token. What has been pushed adds up to `decode` of all of it.
 
     Example: `" 日"` may be three tokens; the first two give `""` and the third gives `" 日"`.
+
+    Bytes that are no character at all are the exception: `decode` of SentencePiece then also takes back characters
+    before them, which a stream has told already; here each stays, and the broken ones become one U+FFFD.
     """
 
     _CONTEXT = 8
@@ -138,18 +132,26 @@ class IncrementalDetokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        self._stream = self._new_stream(list(prompt_token_ids[-self._CONTEXT :]))
+        self._anchor = list(prompt_token_ids[-self._CONTEXT :])
+        # A prompt that ends within a character would hold back the text that follows, so it is left out.
+        if tokenizer.decode(self._anchor, skip_special_tokens=skip_special_tokens).endswith("\ufffd"):
+            self._anchor = []
+        self._stream = self._new_stream()
 
     def push(self, token_id: int) -> str:
         """The text that this token completes."""
-        text: str | None = self._stream.step(self._tokenizer, token_id)
-        return text or ""
+        try:
+            text: str | None = self._stream.step(self._tokenizer, token_id)
+        except Exception:  # the library has no class for it: what came before has changed
+            self._stream = self._new_stream()
+            return "\ufffd" + (self._stream.step(self._tokenizer, token_id) or "")
+        if text is None:
+            return ""
+        self._anchor = [token_id]
+        return text
 
-    def _new_stream(self, context: list[int]) -> DecodeStream:
-        # A prompt that ends within a character would hold back the text that follows, so it is left out.
-        if self._tokenizer.decode(context, skip_special_tokens=self._skip_special_tokens).endswith("\ufffd"):
-            context = []
-        return DecodeStream(ids=context, skip_special_tokens=self._skip_special_tokens)
+    def _new_stream(self) -> DecodeStream:
+        return DecodeStream(ids=self._anchor, skip_special_tokens=self._skip_special_tokens)
 
 
 def _read_config(file: Path) -> dict[str, Any]:
