@@ -11,7 +11,18 @@ from typing import Any, Literal
 from ray_lora.errors import ConfigError
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {"eos_token_id": 2},
+    "mistral": {
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "sliding_window": 4096,
+        "eos_token_id": 2,
+    },
+    "qwen2": {"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096},
+    "qwen3": {"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096},
+}
+"""By family that is served, what transformers assumes where `config.json` is silent and the families differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,14 +168,15 @@ def read_architecture(model_path: Path) -> Architecture:
 def parse_architecture(config: dict[str, Any], generation: dict[str, Any]) -> Architecture:
     """The architecture that a `config.json` describes, with transformers' defaults where it is silent."""
     family = config.get("model_type", "")
-    if family not in FAMILIES:
-        raise ConfigError(f"model_type {family!r} is not supported; supported are {', '.join(FAMILIES)}")
+    if family not in DEFAULTS:
+        raise ConfigError(f"model_type {family!r} is not supported; supported are {', '.join(DEFAULTS)}")
     for key in ("quantization_config",):
         if config.get(key):
             raise ConfigError(f"{key} is not supported: give an unquantised checkpoint")
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
         raise ConfigError(f"hidden_act {activation!r} is not supported; supported is 'silu'")
+    config = {**DEFAULTS[family], **config}
     num_heads, hidden_size = config["num_attention_heads"], config["hidden_size"]
     num_layers = config["num_hidden_layers"]
     attention_bias = config.get("attention_bias", False)

@@ -7,6 +7,7 @@ RayLoraError
 │   └── AdapterExistsError    the name is taken
 ├── NotFoundError             no such model or adapter
 ├── CapacityError             no room now; the same call may succeed later
+├── AdapterStagingError       a rank could not take an adapter; no rank keeps it
 ├── NumericsError             the model produced a value that is not a number
 └── EngineDeadError           a rank or the engine is gone
 
@@ -71,6 +72,10 @@ class CapacityError(RayLoraError):
     def __init__(self, message: str, retry_after: float | None = None) -> None:
         super().__init__(message, retry_after)
         self.retry_after = retry_after
+
+
+class AdapterStagingError(RayLoraError):
+    """A rank could not take an adapter, or holds something else than was sent; no rank keeps it."""
 
 
 class NumericsError(RayLoraError):

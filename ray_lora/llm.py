@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any, TypeVar, cast
 
 from ray_lora.adapter import AdapterInfo
-from ray_lora.cluster.start import prepare_cluster
+from ray_lora.cluster.launch import prepare_cluster
 from ray_lora.config import EngineConfig
 from ray_lora.errors import EngineDeadError, InvalidRequestError
 from ray_lora.request import GenerateRequest, RequestOutput, SamplingParams

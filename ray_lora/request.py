@@ -53,7 +53,10 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        _require(isinstance(self.n, int) and 1 <= self.n <= 128, "n", self.n, "between 1 and 128")
+        for name in ("n", "top_k", "seed", "min_tokens", "max_tokens", "logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            _require(value is None or isinstance(value, int), name, value, "a whole number")
+        _require(1 <= self.n <= 128, "n", self.n, "between 1 and 128")
         _require(0 <= self.temperature <= 100, "temperature", self.temperature, "between 0 and 100")
         _require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
         _require(self.top_k >= -1, "top_k", self.top_k, "-1, 0 or positive")
@@ -62,7 +65,7 @@ class SamplingParams:
         _require(-2 <= self.frequency_penalty <= 2, "frequency_penalty", self.frequency_penalty, "in [-2, 2]")
         _require(0 < self.repetition_penalty <= 100, "repetition_penalty", self.repetition_penalty, "in (0, 100]")
         if self.seed is not None:
-            _require(-(2**63) <= self.seed < 2**63 - self.n, "seed", self.seed, "a 64-bit integer")
+            _require(-(2**63) <= self.seed <= 2**63 - self.n, "seed", self.seed, "a 64-bit integer")
         _require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
         longest = self.max_tokens or self.min_tokens
         _require(0 <= self.min_tokens <= longest, "min_tokens", self.min_tokens, f"between 0 and max_tokens {longest}")
@@ -186,7 +189,3 @@ class RequestOutput:
             while len(self.outputs) <= delta.index:
                 self.outputs.append(CompletionOutput(index=len(self.outputs)))
             self.outputs[delta.index].append(delta)
-
-    @property
-    def finished(self) -> bool:
-        return bool(self.outputs) and all(output.finish_reason is not None for output in self.outputs)

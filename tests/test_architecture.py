@@ -62,24 +62,7 @@ OURS = {
     "num_key_value_heads": "num_kv_heads",
     "eos_token_id": "eos_token_ids",
 }
-
-DIFFERENT = {
-    ("llama", "eos_token_id"),
-    ("mistral", "eos_token_id"),
-    ("mistral", "num_key_value_heads"),
-    ("mistral", "max_position_embeddings"),
-    ("qwen2", "num_key_value_heads"),
-    ("qwen2", "max_position_embeddings"),
-    ("qwen3", "num_key_value_heads"),
-    ("qwen3", "max_position_embeddings"),
-}
-"""Silent configs that do not yet mean what they mean to transformers: one default serves all families."""
-UNFAITHFUL = pytest.mark.xfail(strict=True, reason="one default for all families where transformers has one for each")
-SILENT = [
-    pytest.param(family, field, marks=[UNFAITHFUL] * ((family, field) in DIFFERENT))
-    for family in FAMILIES
-    for field in COMPARED
-]
+SILENT = [pytest.param(family, field) for family in FAMILIES for field in COMPARED]
 
 
 def compare(arch: Architecture, config: PreTrainedConfig, field: str) -> None:
@@ -196,8 +179,8 @@ FULL, SLIDING = "full_attention", "sliding_attention"
             {"sliding_window": 16, "use_sliding_window": True, "layer_types": [SLIDING, FULL, SLIDING, FULL]},
             [16, None, 16, None],
         ),
-        pytest.param("mistral", {}, [4096] * 4, marks=UNFAITHFUL),
-        pytest.param("qwen2", {"use_sliding_window": True, "max_window_layers": 0}, [4096] * 4, marks=UNFAITHFUL),
+        ("mistral", {}, [4096] * 4),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 0}, [4096] * 4),
     ],
 )
 def test_a_window_is_applied_to_the_layers_that_have_one(

@@ -176,7 +176,7 @@ ALLOWED = [
     ("model/llama.py", "import torch\nfrom ray_lora.ops.lora import Segments"),
     ("backends/npu.py", "import torch_npu"),
     ("config.py", "import pydantic\nfrom ray_lora.adapter import num_pages\nimport ray_lora.errors"),
-    ("llm.py", "import asyncio\nfrom ray_lora.cluster.start import start"),
+    ("llm.py", "import asyncio\nfrom ray_lora.cluster.launch import start"),
     ("__init__.py", "from ray_lora.llm import LLM\nfrom ray_lora import engine"),
 ]
 

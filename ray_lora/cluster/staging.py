@@ -7,7 +7,6 @@ the shard only if every rank holds exactly what the reader cut for it.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,13 +15,7 @@ from ray_lora.adapter import AdapterManifest
 from ray_lora.adapters.reader import AdapterReader
 from ray_lora.adapters.shard import AdapterShard, ShardHeader, shard_weights
 from ray_lora.architecture import Architecture
-from ray_lora.errors import EngineDeadError, RayLoraError
-
-T = TypeVar("T")
-
-
-class AdapterStagingError(RayLoraError):
-    """A rank could not take the adapter, or holds something else than was sent; no rank keeps it."""
+from ray_lora.errors import AdapterStagingError, EngineDeadError, RayLoraError
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,11 @@ class EngineCore:
             config.num_lora_pages, config.max_loras, config.max_registered_loras, config.max_lora_rank
         )
         self.scheduler = Scheduler(
-            BlockManager(info.num_kv_blocks, config.block_size, config.enable_prefix_caching),
+            BlockManager(
+                info.num_kv_blocks,
+                config.block_size,
+                config.enable_prefix_caching and info.has_stable_prefixes,
+            ),
             self.adapters,
             config.max_num_seqs,
             config.max_num_batched_tokens,

@@ -145,4 +145,5 @@ def model_info(config: EngineConfig, arch: Architecture, tp_size: int, dtype: to
             f"kv_cache_memory_bytes {config.kv_cache_memory_bytes} holds {num_blocks * config.block_size} tokens but "
             f"max_model_len is {max_model_len}; give at least {needed * bytes_per_block} bytes or lower max_model_len"
         )
-    return ModelInfo(arch.vocab_size, max_model_len, num_blocks, arch.eos_token_ids)
+    has_stable_prefixes = arch.rope.rope_type != "dynamic" or max_model_len <= arch.max_position_embeddings
+    return ModelInfo(arch.vocab_size, max_model_len, num_blocks, arch.eos_token_ids, has_stable_prefixes)

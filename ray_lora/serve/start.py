@@ -2,7 +2,7 @@
 
 import asyncio
 
-from ray_lora.cluster.start import start_executor
+from ray_lora.cluster.launch import start_executor
 from ray_lora.config import EngineConfig
 from ray_lora.engine.async_engine import AsyncEngine
 from ray_lora.errors import ConfigError, RayLoraError

@@ -15,9 +15,8 @@ import ray
 from ray_lora import LLM, EngineConfig, SamplingParams
 from ray_lora.adapters.shard import AdapterShard
 from ray_lora.cluster.ray_tp import RayTPExecutor
-from ray_lora.cluster.staging import AdapterStagingError
 from ray_lora.cluster.worker import Worker
-from ray_lora.errors import AdapterRejectedError, ConfigError, EngineDeadError
+from ray_lora.errors import AdapterRejectedError, AdapterStagingError, ConfigError, EngineDeadError
 from tests.tiny import expected_tokens, make_adapter, make_checkpoint, random_prompts
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])

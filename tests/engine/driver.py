@@ -60,6 +60,7 @@ class CoreDriver:
         self.scheduler = self.core.scheduler
         self.outputs: dict[RequestGroup, RequestOutput] = {}
         self.errors: dict[RequestGroup, RayLoraError] = {}
+        self._ended: set[RequestGroup] = set()
 
     def register(self, name: str, version: str | None = None, rank: int = 16, load_inplace: bool = False) -> bool:
         """Stage and commit, as a load does; false if the name has this content already."""
@@ -93,6 +94,9 @@ class CoreDriver:
         """One step; returns the groups that it told something."""
         events = self.core.step()
         for group, item in events:
+            assert group not in self._ended, "told something after its end"
+            if group.finished:
+                self._ended.add(group)
             if isinstance(item, RayLoraError):
                 self.errors[group] = item
             else:

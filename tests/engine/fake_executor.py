@@ -27,7 +27,7 @@ from ray_lora.step import (
 
 VOCAB_SIZE = 64
 POISON = 63
-"""A prompt with this token has logits that are not finite; it is never sampled."""
+"""A prompt with this token has logits that are not finite, if not told otherwise; it is never sampled."""
 _MODULUS = (1 << 61) - 1
 
 
@@ -111,6 +111,8 @@ class FakeExecutor:
     max_loras: int = 0
     sources: dict[str, AdapterManifest] = field(default_factory=dict)
     """What `inspect_adapter` finds, by path."""
+    is_broken: Callable[[SequenceStart], bool] = lambda start: POISON in start.prompt_token_ids
+    """Whether a request's logits are not finite."""
     before_step: Callable[[StepPlan], None] = lambda _: None
     before_inspect: Callable[[str], None] = lambda _: None
     before_stage: Callable[[AdapterManifest], None] = lambda _: None
@@ -250,7 +252,7 @@ class FakeExecutor:
         return values
 
     def _sample(self, request: _Running, sequence: SequencePlan, kv: int) -> SampledToken:
-        if POISON in request.start.prompt_token_ids:
+        if self.is_broken(request.start):
             return SampledToken(sequence.request_id, -1, error="the model's logits are not finite")
         start, params = request.start, request.start.sampling_params
         token_id = sample_from(kv, params, start.seed, start.stop_token_ids, sequence.num_output_tokens)

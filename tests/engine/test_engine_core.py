@@ -203,6 +203,17 @@ def test_the_other_completions_of_a_broken_request_end_with_it() -> None:
     driver.check_idle()
 
 
+def test_a_request_of_which_one_completion_is_broken_is_told_the_error_alone() -> None:
+    driver = CoreDriver()
+    driver.executor.is_broken = lambda start: start.seed == 5
+    broken, good = driver.add("ABC", n=3, seed=4, max_tokens=3), driver.add("ABC", max_tokens=3)
+    driver.run()
+    assert list(driver.errors) == [broken]
+    assert driver.outputs[broken].outputs == []
+    driver.check_output(good)
+    driver.check_idle()
+
+
 @pytest.mark.parametrize(
     ("request_fields", "param"),
     [

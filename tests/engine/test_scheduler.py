@@ -285,10 +285,11 @@ def test_the_youngest_gives_way_and_continues_where_it_was() -> None:
 
 
 def test_a_preempted_request_is_not_admitted_again_in_the_same_step() -> None:
-    harness = Harness(num_blocks=4, max_num_batched_tokens=12)
+    harness = Harness(num_blocks=4, max_num_batched_tokens=9, enable_prefix_caching=False)
     old, young = harness.add(4, max_tokens=8), harness.add(8, max_tokens=8)
-    assert spans(harness.step()) == {old.request_id: (0, 4), young.request_id: (0, 8)}
-    assert spans(harness.step()) == {old.request_id: (4, 1)}
+    assert spans(harness.step()) == {old.request_id: (0, 4), young.request_id: (0, 5)}
+    assert spans(harness.step()) == {old.request_id: (4, 1), young.request_id: (5, 3)}
+    assert spans(harness.step()) == {old.request_id: (5, 1)}
     assert list(harness.scheduler.waiting) == [young]
     harness.run()
     assert [output(old), output(young)] == [harness.expected(old), harness.expected(young)]

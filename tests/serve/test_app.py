@@ -1,0 +1,88 @@
+"""From the `args` of a config file to an application, or to one line that says why not."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from ray.serve.exceptions import RayServeException
+from ray.serve.schema import ServeDeploySchema
+
+import ray_lora
+from ray_lora.config import EngineConfig
+from ray_lora.serve.app import build_app
+from ray_lora.serve.startup_checks import resolve_paths
+from ray_lora.serve.startup_failure import serve_run_pid
+
+ROOT = Path(ray_lora.__file__).parents[1]
+
+
+def refusal(args: dict[str, Any]) -> str:
+    with pytest.raises(RayServeException) as error:
+        build_app(args)
+    assert "\n" not in str(error.value)
+    return str(error.value).removeprefix("ray_lora cannot start: ")
+
+
+def test_a_good_configuration_gives_an_application(demo_dir: Path) -> None:
+    assert build_app({"model": str(demo_dir)}) is not None
+
+
+@pytest.mark.parametrize(
+    ("args", "line"),
+    [
+        ({}, "model: Field required"),
+        ({"model": "/nowhere"}, "model: /nowhere does not exist"),
+        ({"model": "DEMO", "max_num_seq": 1}, "unknown key 'max_num_seq'; did you mean 'max_num_seqs'?"),
+        ({"model": "DEMO", "max_num_seqs": 0}, "max_num_seqs: Input should be greater than or equal to 1"),
+        ({"model": "DEMO", "tensor_parallel_size": 2}, "tensor_parallel_size 2"),
+        ({"model": "DEMO", "tokenizer": "/nowhere"}, "tokenizer: /nowhere has no tokenizer.json"),
+        ({"model": "DEMO", "chat_template": "{% for %}"}, "chat_template: "),
+        ({"model": "DEMO", "lora_modules": {"a": "/nowhere"}}, "'a': /nowhere has no adapter_config.json"),
+        ({"model": "DEMO", "lora_modules": {"a/b": "LORA"}}, "lora_modules: lora_name 'a/b'"),
+        ({"model": "DEMO", "lora_modules": ["a=LORA", "a=LORA"]}, "'a' is given twice"),
+    ],
+)
+def test_what_cannot_start_is_told_in_one_line(
+    demo_dir: Path, adapter_dir: Path, args: dict[str, Any], line: str
+) -> None:
+    text = json.dumps(args).replace("DEMO", str(demo_dir)).replace("LORA", str(adapter_dir))
+    assert line in refusal(json.loads(text))
+
+
+def test_an_unsupported_architecture_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    assert "'gpt2' is not supported" in refusal({"model": str(tmp_path)})
+
+
+def test_relative_paths_count_from_here_and_then_from_the_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path)
+    modules = {"a": "mine", "b": "deployments", "c": "nowhere", "d": "/x", "e": "~/x"}
+    config = resolve_paths(EngineConfig.parse({"model": "mine", "lora_modules": modules}))
+    paths = {module.name: module.path for module in config.lora_modules}
+    assert paths == {
+        "a": str(tmp_path / "mine"),
+        "b": str(ROOT / "deployments"),
+        "c": str(tmp_path / "nowhere"),
+        "d": "/x",
+        "e": str(Path("~/x").expanduser()),
+    }
+    assert (config.model, config.base_model_name) == (str(tmp_path / "mine"), "mine")
+
+
+def test_the_demo_deployment_is_a_serve_config_that_starts(demo_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir("/")
+    content = yaml.safe_load((ROOT / "deployments" / "llama.yaml").read_text())
+    config = ServeDeploySchema.model_validate(content)
+    (application,) = config.applications
+    assert (application.name, application.import_path) == ("llama", "ray_lora.serve.app:build_app")
+    assert config.http_options.host == "127.0.0.1"
+    assert build_app(application.args) is not None
+
+
+def test_a_process_outside_serve_run_ends_nothing() -> None:
+    assert serve_run_pid() is None
