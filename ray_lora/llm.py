@@ -114,7 +114,7 @@ class LLM:
 
     async def _generate_one(self, request: GenerateRequest) -> RequestOutput:
         text = request.prompt if isinstance(request.prompt, str) else None
-        output = RequestOutput(request.request_id, text, adapter=request.adapter)
+        output = RequestOutput(request.request_id, text, adapter=request.adapter, n=request.sampling_params.n)
         async for chunk in self._engine.generate(request):
             output.append(chunk)
         return output

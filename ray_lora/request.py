@@ -177,6 +177,12 @@ class RequestOutput:
     num_cached_tokens: int = 0
     adapter: str | None = None
     adapter_version: str | None = None
+    n: int = 1
+    """Completions asked for."""
+
+    @property
+    def finished(self) -> bool:
+        return len(self.outputs) == self.n and all(output.finish_reason is not None for output in self.outputs)
 
     def append(self, chunk: GenerateChunk) -> None:
         if chunk.prompt_token_ids is not None:

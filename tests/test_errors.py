@@ -8,6 +8,7 @@ from ray_lora import errors
 from ray_lora.errors import (
     AdapterExistsError,
     AdapterRejectedError,
+    AdapterStagingError,
     CapacityError,
     ConfigError,
     EngineDeadError,
@@ -57,6 +58,7 @@ INSTANCES = [
     CapacityError("what", 1.5),
     CapacityError("what", retry_after=2),
     NumericsError("what"),
+    AdapterStagingError("rank 1 is full"),
     EngineDeadError("what"),
 ]
 

@@ -55,7 +55,7 @@ class Ingress:
         chunks = self._client.generate(request)
         if wants_stream:
             return paced(chunks)
-        output = RequestOutput(request.request_id, text, adapter=request.adapter)
+        output = RequestOutput(request.request_id, text, adapter=request.adapter, n=request.sampling_params.n)
         async with aclosing(chunks):
             async for chunk in chunks:
                 output.append(chunk)

@@ -41,7 +41,7 @@ async def gather_requests(
 ) -> list[RequestOutput]:
     """Every request's whole output, in their order."""
     outputs = [
-        RequestOutput(request.request_id, text, adapter=request.adapter)
+        RequestOutput(request.request_id, text, adapter=request.adapter, n=request.sampling_params.n)
         for request, text in zip(requests, texts, strict=True)
     ]
     async with aclosing(stream_requests(client, requests)) as chunks:

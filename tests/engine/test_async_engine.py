@@ -46,7 +46,7 @@ class Server:
         return changed
 
     async def generate(self, prompt: Sequence[int], adapter: str | None = None, **params: Any) -> RequestOutput:
-        output = RequestOutput("", None)
+        output = RequestOutput("", None, n=params.get("n", 1))
         async for chunk in self.engine.generate(request(prompt, adapter, **params)):
             output.append(chunk)
         return output
