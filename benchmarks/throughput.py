@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from benchmarks.harness import MODEL, Row, report, seconds
 from ray_lora import LLM, SamplingParams
+from ray_lora.architecture import read_architecture
 
 NUM_REQUESTS, NUM_PROMPT, NUM_OUTPUT = 16, 64, 64
 RANKS = (8, 16, 32, 64)
@@ -26,19 +28,30 @@ def prompts() -> list[list[int]]:
 
 
 def make_adapters(directory: Path, ranks: list[int]) -> dict[str, str]:
-    """Random adapters on all seven linear layers."""
-    base: Any = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    """Random adapters on all seven linear layers, as PEFT saves them."""
+    arch = read_architecture(MODEL)
+    paths = {}
     for index, rank in enumerate(ranks):
-        config = LoraConfig(r=rank, lora_alpha=rank, target_modules="all-linear", task_type="CAUSAL_LM")
-        torch.manual_seed(index)
-        model = get_peft_model(base, config)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if "lora_B" in name:
-                    parameter.normal_(0, 0.02)
-        model.save_pretrained(directory / f"adapter{index}")
-        base = model.unload()
-    return {f"adapter{index}": str(directory / f"adapter{index}") for index in range(len(ranks))}
+        generator = torch.Generator().manual_seed(index)
+        tensors = {}
+        for layer in range(arch.num_layers):
+            for projection in arch.projections:
+                prefix = f"base_model.model.model.layers.{layer}.{projection.name}"
+                lora_a = torch.randn(rank, projection.in_features, generator=generator) * 0.05
+                lora_b = torch.randn(projection.out_features, rank, generator=generator) * 0.02
+                tensors |= {f"{prefix}.lora_A.weight": lora_a, f"{prefix}.lora_B.weight": lora_b}
+        path = directory / f"adapter{index}"
+        path.mkdir(parents=True)
+        save_file(tensors, path / "adapter_model.safetensors")
+        LoraConfig(
+            r=rank,
+            lora_alpha=rank,
+            target_modules=[projection.name.split(".")[1] for projection in arch.projections],
+            task_type="CAUSAL_LM",
+            inference_mode=True,
+        ).save_pretrained(str(path))
+        paths[path.name] = str(path)
+    return paths
 
 
 def generate_with_transformers(model: Any, adapter_names: list[str] | None = None) -> None:
