@@ -19,6 +19,8 @@ class CPUBackend(Backend):
         self._kernels: CPUKernels | Backend = load_cpu_kernels() or Backend(device)
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        if not _onednn_takes(weight.dtype):
+            return super().linear(weight, bias)
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 16)
         return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
@@ -54,3 +56,13 @@ class CPUBackend(Backend):
         self, y: Tensor, x: Tensor, pool_a: Tensor, pool_b: Tensor, slices: tuple[int, ...], segments: Segments
     ) -> None:
         self._kernels.add_lora_(y, x, pool_a, pool_b, slices, segments)
+
+
+def _onednn_takes(dtype: torch.dtype) -> bool:
+    """Whether oneDNN multiplies this type on this processor; its half types need instructions that not all have."""
+    supported = {
+        torch.float32: torch.backends.mkldnn.is_available,
+        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
+        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
+    }
+    return bool(supported[dtype]())

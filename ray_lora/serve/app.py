@@ -16,8 +16,8 @@ from ray_lora.serve.startup_failure import end_serve_run
 MAX_ONGOING_REQUESTS = 10_000
 """The engine's own queue decides who waits, not Serve's."""
 
-RANK_ENV = {"OMP_WAIT_POLICY": "ACTIVE"}
-"""Idle threads of a CPU rank sleep, and leave the cores to the processes that serve HTTP: a quarter more tokens."""
+RANK_ENV = {"OMP_WAIT_POLICY": "PASSIVE"}
+"""Idle threads of a CPU rank sleep in place of spinning, and leave the cores to the processes that serve HTTP."""
 
 INGRESS: Deployment = serve.deployment(
     name="Ingress",

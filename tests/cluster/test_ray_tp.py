@@ -153,3 +153,18 @@ def test_a_load_while_eight_requests_decode_changes_none_of_their_tokens(
         loader.join()
     assert loads > 0
     assert disturbed == alone
+
+
+def test_three_ranks_of_the_demo_model_answer_as_peft_does(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2] / "deployments" / "adapters"
+    adapters = {path.parent.name: str(path.parent) for path in root.glob("*/adapter_config.json")}
+    model = Path("~/.cache/ray_lora/SmolLM2-135M-Instruct").expanduser()
+    names = [None, *adapters, None, *adapters]
+    prompts = random_prompts(len(names), 40000, longest=30)
+    args = {"max_model_len": 512, "kv_cache_memory_bytes": 1 << 26, "max_lora_pages": 4, "max_lora_rank": 16}
+    with LLM(str(model), adapters, tensor_parallel_size=3, adapter_store_dir=str(tmp_path), **args) as llm:
+        produced = [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY, names)]
+    for name in {*names}:
+        rows = [row for row, used in enumerate(names) if used == name]
+        path = None if name is None else Path(adapters[name])
+        assert [produced[row] for row in rows] == expected_tokens(model, path, [prompts[row] for row in rows], 20)
