@@ -60,9 +60,8 @@ class CPUBackend(Backend):
 
 def _onednn_takes(dtype: torch.dtype) -> bool:
     """Whether oneDNN multiplies this type on this processor; its half types need instructions that not all have."""
-    supported = {
-        torch.float32: torch.backends.mkldnn.is_available,
-        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
-        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
-    }
-    return bool(supported[dtype]())
+    if dtype is torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if dtype is torch.float16:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    return bool(torch.backends.mkldnn.is_available())
