@@ -80,7 +80,8 @@ RL_API int rl_paged_attention(void* out, const void* qkv, int64_t qkv_stride, in
   const AttentionTables& t = *tables;
   if (!rise(t.query_starts, t.num_sequences, t.num_tokens)) return kBadQueries;
   for (int64_t s = 0; s < t.num_sequences; s++) {
-    const int64_t context_len = t.context_lens[s], num_blocks = (context_len + cache->block_size - 1) / cache->block_size;
+    const int64_t context_len = t.context_lens[s];
+    const int64_t num_blocks = (context_len + cache->block_size - 1) / cache->block_size;
     if (context_len < t.query_starts[s + 1] - t.query_starts[s] || num_blocks > t.max_blocks) return kBadQueries;
     if (!within(t.block_tables + s * t.max_blocks, num_blocks, cache->num_blocks)) return kBadBlock;
   }
@@ -89,12 +90,13 @@ RL_API int rl_paged_attention(void* out, const void* qkv, int64_t qkv_stride, in
 }
 
 RL_API int rl_rotary_and_cache(void* qkv, int64_t qkv_stride, int64_t num_heads, const void* q_norm, const void* k_norm,
-                               float eps, const float* cos, const float* sin, int64_t max_positions, const KVCache* cache,
-                               const AttentionTables* tables, int dtype, int threads) {
+                               float eps, const float* cos, const float* sin, int64_t max_positions,
+                               const KVCache* cache, const AttentionTables* tables, int dtype, int threads) {
   const AttentionTables& t = *tables;
   if (!within(t.positions, t.num_tokens, max_positions)) return kBadPosition;
   if (!within(t.slot_mapping, t.num_tokens, cache->num_blocks * cache->block_size)) return kBadSlot;
-  kernels->rotary_and_cache({qkv, q_norm, k_norm, cos, sin, qkv_stride, num_heads, *cache, t, eps, threads}, DType(dtype));
+  kernels->rotary_and_cache({qkv, q_norm, k_norm, cos, sin, qkv_stride, num_heads, *cache, t, eps, threads},
+                            DType(dtype));
   return kOk;
 }
 

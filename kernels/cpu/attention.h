@@ -53,8 +53,8 @@ class Attention {
     num_tiles = 0;
     for (int32_t s = 0; s < tables.num_sequences; s++)   // a sequence's last tile sees most keys: it goes first
       for (int32_t last = tables.query_starts[s + 1]; last > tables.query_starts[s]; last -= tile_tokens_) {
-        const int32_t first = last - tile_tokens_ > tables.query_starts[s] ? last - tile_tokens_ : tables.query_starts[s];
-        tiles[num_tiles++] = {s, first, last};
+        const int64_t first = last - tile_tokens_, start = tables.query_starts[s];
+        tiles[num_tiles++] = {s, int32_t(first > start ? first : start), last};
       }
     const int64_t heads = call_.cache.num_kv_heads;
     Counter next;
@@ -73,13 +73,16 @@ class Attention {
     const int64_t start = tables.query_starts[tile.sequence], end = tables.query_starts[tile.sequence + 1];
     const int64_t offset = tables.context_lens[tile.sequence] - end;   // position = token + offset
     const int64_t num_rows = (tile.last - tile.first) * group_;
-    float* q = static_cast<float*>(scratch(kLocal, sizeof(float) * (num_rows * (2 * dim_ + kChunk + 3) + dim_ * kChunk)));
-    float* out = q + num_rows * dim_;
+    const int64_t q_size = padded(dim_);
+    const int64_t floats = num_rows * (q_size + dim_ + kChunk + 3) + dim_ * kChunk;
+    float* q = static_cast<float*>(scratch(kLocal, floats * sizeof(float)));
+    float* out = q + num_rows * q_size;
     float* scores = out + num_rows * dim_;
     float* keys_t = scores + num_rows * kChunk;
     float* running_max = keys_t + dim_ * kChunk;
     float *running_sum = running_max + num_rows, *decay = running_sum + num_rows;
-    load_queries(tile, kv_head, q);
+    const bool by_dots = end - start == 1;
+    load_queries(tile, kv_head, by_dots, q);
     for (int64_t r = 0; r < num_rows; r++) running_max[r] = -INFINITY, running_sum[r] = 0;
     std::memset(out, 0, sizeof(float) * num_rows * dim_);
 
@@ -90,7 +93,7 @@ class Attention {
       const int64_t count = stop - base < kChunk ? stop - base : kChunk;
       const T *keys[kChunk], *values[kChunk];
       rows_of_cache(tile.sequence, kv_head, base, count, keys, values);
-      if (end - start == 1) {
+      if (by_dots) {
         score_by_dots(q, num_rows, keys, count, scores);
       } else {
         transpose_keys(keys, count, dim_, keys_t);
@@ -99,10 +102,12 @@ class Attention {
       for (int64_t r = 0; r < num_rows; r++) {
         const int64_t position = tile.first + r / group_ + offset;
         const int64_t from = position - window + 1 - base, to = position + 1 - base;
-        decay[r] = softmax(scores + r * kChunk, from > 0 ? from : 0, to < count ? to : count, running_max[r], running_sum[r]);
+        decay[r] = softmax(scores + r * kChunk, from > 0 ? from : 0, to < count ? to : count, running_max[r],
+                           running_sum[r]);
       }
       for_row_tiles(num_rows, [&](auto R, int64_t r) {
-        sum_columns<R>(scores + r * kChunk, kChunk, values, count, 0, dim_, [&](int i, int64_t d, int64_t lanes, vec sum) {
+        const float* weights = scores + r * kChunk;
+        sum_columns<R>(weights, kChunk, values, count, 0, dim_, [&](int i, int64_t d, int64_t lanes, vec sum) {
           float* o = out + (r + i) * dim_ + d;
           store_lanes(o, fma(load_lanes(o, lanes), all(decay[r + i]), sum), lanes);
         });
@@ -111,17 +116,19 @@ class Attention {
     store_result(tile, kv_head, out, running_sum);
   }
 
-  void load_queries(const Tile& tile, int64_t kv_head, float* q) const {
+  void load_queries(const Tile& tile, int64_t kv_head, bool by_dots, float* q) const {
     for (int64_t token = tile.first; token < tile.last; token++) {
       const T* from = static_cast<const T*>(call_.qkv) + token * call_.qkv_stride + kv_head * group_ * dim_;
-      for_lanes(group_ * dim_, [&](int64_t i, int64_t lanes) {
-        store_lanes(q + i, load_lanes(from + i, lanes) * call_.scale, lanes);
-      });
-      q += group_ * dim_;
+      for (int64_t h = 0; h < group_; h++, from += dim_, q += padded(dim_)) {
+        if (by_dots) arrange<T>(from, dim_, call_.scale, q);
+        else arrange<float>(from, dim_, call_.scale, q);
+      }
     }
   }
 
-  void rows_of_cache(int64_t sequence, int64_t kv_head, int64_t base, int64_t count, const T** keys, const T** values) const {
+  // Pointers to the keys and values of positions base .. base + count.
+  void rows_of_cache(int64_t sequence, int64_t kv_head, int64_t base, int64_t count, const T** keys,
+                     const T** values) const {
     const KVCache& cache = call_.cache;
     const int32_t* blocks = call_.tables.block_tables + sequence * call_.tables.max_blocks;
     int64_t index = base / cache.block_size, within = base % cache.block_size;
@@ -132,16 +139,16 @@ class Attention {
         values[i] = static_cast<const T*>(cache.v) + at;
       }
     }
-    for (int64_t i = count; i % 4; i++) keys[i] = keys[count - 1];   // a tile takes four keys; these scores are not used
+    for (int64_t i = count; i % 4; i++) keys[i] = keys[count - 1];   // a tile takes four keys; these are not used
   }
 
   // A few rows: straight from the cache, which is read once.
   void score_by_dots(const float* q, int64_t num_rows, const T* const* keys, int64_t count, float* scores) const {
     for_row_tiles(num_rows, [&](auto R, int64_t r) {
       const float* q_at[R];
-      for (int i = 0; i < R; i++) q_at[i] = q + (r + i) * dim_;
+      for (int i = 0; i < R; i++) q_at[i] = q + (r + i) * padded(dim_);
       for (int64_t key = 0; key < count; key += 4)
-        dot_tile<R, 4, false>(q_at, keys + key, dim_, scores + r * kChunk + key, kChunk);
+        dot_tile<R, 4, false, Arranged>(q_at, keys + key, dim_, scores + r * kChunk + key, kChunk);
     });
   }
 
@@ -149,14 +156,17 @@ class Attention {
   void score_by_sums(const float* q, int64_t num_rows, const float* keys_t, float* scores) const {
     const float** rows = static_cast<const float**>(scratch(kShared, dim_ * sizeof(float*)));
     for (int64_t d = 0; d < dim_; d++) rows[d] = keys_t + d * kChunk;
+    const int64_t q_size = padded(dim_);
     for_row_tiles(num_rows, [&](auto R, int64_t r) {
-      sum_columns<R>(q + r * dim_, dim_, rows, dim_, 0, kChunk, [&](int i, int64_t column, int64_t lanes, vec sum) {
+      const auto keep = [&](int i, int64_t column, int64_t lanes, vec sum) {
         store_lanes(scores + (r + i) * kChunk + column, sum, lanes);
-      });
+      };
+      sum_columns<R>(q + r * q_size, q_size, rows, dim_, 0, kChunk, keep);
     });
   }
 
-  // scores[from:to] become weights relative to the running maximum, all others zero; returns what earlier sums shrink by.
+  // scores[from:to] become weights relative to the running maximum, the others zero; returns the factor by which what
+  // was summed before shrinks.
   static float softmax(float* scores, int64_t from, int64_t to, float& running_max, float& running_sum) {
     if (to <= from) {
       std::memset(scores, 0, kChunk * sizeof(float));

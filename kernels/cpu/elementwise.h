@@ -7,7 +7,9 @@
 namespace ray_lora::RL_ISA {
 
 // 1 / sqrt(mean of squares + eps), from the lanes' sums of squares.
-RL_INLINE float inverse_norm(vec squares, int64_t size, float eps) { return 1.0f / std::sqrt(sum(squares) / size + eps); }
+RL_INLINE float inverse_norm(vec squares, int64_t size, float eps) {
+  return 1.0f / std::sqrt(sum(squares) / size + eps);
+}
 
 template <class T>
 void norm_row(const T* x, T* residual, const T* weight, T* out, int64_t size, float eps) {

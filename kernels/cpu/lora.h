@@ -1,8 +1,9 @@
-// add_lora_: y[rows] += (x[rows] @ A.T) @ B for every adapter of the batch and every slice of the output, in one launch.
+// add_lora_: y[rows] += (x[rows] @ A.T) @ B, for every adapter of the batch and every slice of the output at once.
 //
-// An adapter is a list of pages of 16 ranks. `shrink` makes S [rows, ranks] in float32, `expand` adds S @ B to y. Few
-// rows: both are bound by reading the pages, which each is read once, front to back. Many rows: x is taken in blocks of
-// kBlockRows rows and kBlockK columns, so that a tile of x stays in the first cache and the pages' part in the second.
+// An adapter is a list of pages of 16 ranks. `shrink` makes S [rows, ranks] in float32, `expand` adds S @ B to y.
+// With few rows both are bound by reading the pages: each is read once, and the tiles fetch ahead. With many rows they
+// are bound by arithmetic: x is taken in blocks of kBlockRows rows and kBlockK columns, so that a tile of x stays in
+// the first cache and the pages' part in the second.
 #pragma once
 #include "kernels.h"
 #include "threads.h"
@@ -79,7 +80,7 @@ class Lora {
 
   // Few or unequal blocks: all threads shrink parts of them, meet, and expand parts of them.
   void share_blocks() {
-    constexpr int64_t kShrinkRanks = kPageRank / 2;
+    constexpr int32_t kShrinkRanks = kPageRank / 2;
     int64_t s_total = 0, num_shrinks = 0, num_expands = 0;
     for (int64_t i = 0; i < num_blocks_; i++) {
       s_total += s_size(blocks_[i]);
@@ -96,7 +97,7 @@ class Lora {
       s += s_size(blocks_[i]);
       for (int32_t slice = 0; slice < pool_.num_slices; slice++) {
         for (int32_t rank = 0; rank < blocks_[i].ranks(); rank += kShrinkRanks)
-          shrinks[num_shrinks++] = {i, slice, rank, rank + int32_t{kShrinkRanks}};
+          shrinks[num_shrinks++] = {i, slice, rank, rank + kShrinkRanks};
         const int32_t end = pool_.slices[slice + 1];
         for (int32_t n = pool_.slices[slice]; n < end; n += kBlockN)
           expands[num_expands++] = {i, slice, n, end - n < kBlockN ? end : n + int32_t{kBlockN}};
@@ -114,57 +115,67 @@ class Lora {
 
   // S[:, first_rank:last_rank] of one slice.
   void shrink(const RowBlock& block, int64_t slice, int64_t first_rank, int64_t last_rank) const {
-    const int64_t in = pool_.in_features, ranks = block.ranks();
-    const float* x[kBlockRows];
-    rows_of_x(block, x);
-    float* s = block.s_of(slice);
-    // One tile of rows reads every rank's A from end to end; more tiles go through a part of A that fits the cache.
-    const int64_t span = block.num_rows <= kRows ? in : kBlockK;
-    for (int64_t k0 = 0; k0 < in; k0 += span) {
-      const int64_t k1 = k0 + span < in ? k0 + span : in;
-      for_row_tiles(block.num_rows, [&](auto R, int64_t r) {
-        constexpr int W = tile_width(R);
-        for (int64_t rank = first_rank; rank < last_rank; rank += W) {
-          const int64_t page = block.pages[rank / kPageRank];
-          const P* a = static_cast<const P*>(pool_.a) +
-                       ((page * pool_.num_slices + slice) * kPageRank + rank % kPageRank) * in;
-          for (int64_t k = k0; k < k1; k += kBlockK) {
-            const float* x_at[R];
-            const P* a_at[W];
-            for (int i = 0; i < R; i++) x_at[i] = x[r + i] + k;
-            for (int i = 0; i < W; i++) a_at[i] = a + i * in + k;
-            const int64_t size = k1 - k < kBlockK ? k1 - k : kBlockK;
-            float* out = s + r * ranks + rank;
-            if (k == 0) dot_tile<R, W, false>(x_at, a_at, size, out, ranks);
-            else dot_tile<R, W, true>(x_at, a_at, size, out, ranks);
-          }
-        }
-      });
+    const int64_t in = pool_.in_features;
+    const T* x = static_cast<const T*>(call_.x);
+    if (block.num_rows <= kRows) {   // one tile reads every rank's A from end to end
+      const T* rows[kRows];
+      for (int64_t r = 0; r < block.num_rows; r++) rows[r] = x + block.rows[r] * call_.x_stride;
+      return shrink_part<InOrder<T>>(block, slice, first_rank, last_rank, rows, 0, in, true);
+    }
+    const float* rows[kBlockRows];   // more tiles go through a part of A and of x that fit the cache
+    float* copy = static_cast<float*>(scratch(kLocal, block.num_rows * padded(kBlockK) * sizeof(float)));
+    for (int64_t r = 0; r < block.num_rows; r++) rows[r] = copy + r * padded(kBlockK);
+    for (int64_t k = 0; k < in; k += kBlockK) {
+      const int64_t end = k + kBlockK < in ? k + kBlockK : in;
+      for (int64_t r = 0; r < block.num_rows; r++)
+        arrange<P>(x + block.rows[r] * call_.x_stride + k, end - k, 1.0f, copy + r * padded(kBlockK));
+      shrink_part<Arranged>(block, slice, first_rank, last_rank, rows, k, end, false);
     }
   }
 
-  // Pointers to the block's rows of x in float32, converted into this thread's scratch where they are stored otherwise.
-  void rows_of_x(const RowBlock& block, const float** x) const {
-    const T* base = static_cast<const T*>(call_.x);
-    if constexpr (std::is_same_v<T, float>) {
-      for (int64_t r = 0; r < block.num_rows; r++) x[r] = base + block.rows[r] * call_.x_stride;
-    } else {
-      const int64_t in = pool_.in_features;
-      float* copy = static_cast<float*>(scratch(kLocal, block.num_rows * in * sizeof(float)));
-      for (int64_t r = 0; r < block.num_rows; r++, copy += in) {
-        const T* row = base + block.rows[r] * call_.x_stride;
-        for_lanes(in, [&](int64_t i, int64_t lanes) { store_lanes(copy + i, load_lanes(row + i, lanes), lanes); });
-        x[r] = copy;
+  // The part over columns first_k .. last_k, whose x begins at `rows`.
+  template <class X>
+  void shrink_part(const RowBlock& block, int64_t slice, int64_t first_rank, int64_t last_rank,
+                   const typename X::type* const* rows, int64_t first_k, int64_t last_k, bool streams) const {
+    const int64_t in = pool_.in_features, ranks = block.ranks();
+    for_row_tiles(block.num_rows, [&](auto R, int64_t r) {
+      constexpr int W = dot_width(R);
+      for (int64_t rank = first_rank; rank < last_rank; rank += W) {
+        const P* a = row_of_a(block, slice, rank);
+        const P* after = rank + W < last_rank ? row_of_a(block, slice, rank + W) : a;
+        for (int64_t k = first_k; k < last_k; k += kBlockK) {
+          const int64_t size = last_k - k < kBlockK ? last_k - k : kBlockK;
+          const typename X::type* x_at[R];
+          const P *a_at[W], *next[W];
+          for (int i = 0; i < R; i++) x_at[i] = rows[r + i] + k - first_k;
+          for (int i = 0; i < W; i++) {
+            a_at[i] = a + i * in + k;
+            next[i] = k + size < in ? a_at[i] + size : after + i * in;
+          }
+          float* out = block.s_of(slice) + r * ranks + rank;
+          const P* const* following = streams ? next : nullptr;
+          if (k == 0) dot_tile<R, W, false, X>(x_at, a_at, size, out, ranks, following);
+          else dot_tile<R, W, true, X>(x_at, a_at, size, out, ranks, following);
+        }
       }
-    }
+    });
+  }
+
+  const P* row_of_a(const RowBlock& block, int64_t slice, int64_t rank) const {
+    const int64_t page = block.pages[rank / kPageRank];
+    return static_cast<const P*>(pool_.a) +
+           ((page * pool_.num_slices + slice) * kPageRank + rank % kPageRank) * pool_.in_features;
+  }
+  const P* row_of_b(const RowBlock& block, int64_t rank) const {
+    const int64_t page = block.pages[rank / kPageRank];
+    return static_cast<const P*>(pool_.b) + (page * kPageRank + rank % kPageRank) * pool_.out_features;
   }
 
   // y[rows, first:last] += S @ B[:, first:last], columns of one slice.
   void expand(const RowBlock& block, int64_t slice, int64_t first, int64_t last) const {
-    const int64_t ranks = block.ranks(), out = pool_.out_features;
+    const int64_t ranks = block.ranks();
     const P** b = static_cast<const P**>(scratch(kLocal, ranks * sizeof(P*)));
-    for (int64_t rank = 0; rank < ranks; rank++)
-      b[rank] = static_cast<const P*>(pool_.b) + (block.pages[rank / kPageRank] * int64_t{kPageRank} + rank % kPageRank) * out;
+    for (int64_t rank = 0; rank < ranks; rank++) b[rank] = row_of_b(block, rank);
     const float* s = block.s_of(slice);
     T* y = static_cast<T*>(call_.y);
     const int64_t span = block.num_rows <= kRows ? last - first : kBlockN;

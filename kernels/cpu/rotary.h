@@ -1,4 +1,4 @@
-// rotary_and_cache_: normalise (if asked) and rotate queries and keys in place, then write keys and values to their blocks.
+// rotary_and_cache_: normalise (if asked) and rotate queries and keys in place, then write keys and values to blocks.
 #pragma once
 #include "elementwise.h"
 #include "kernels.h"
@@ -6,7 +6,7 @@
 
 namespace ray_lora::RL_ISA {
 
-// One head: first' = first * cos - second * sin, second' = second * cos + first * sin, its halves being first and second.
+// One head, its halves being first and second: first * cos - second * sin, and second * cos + first * sin.
 template <class T>
 void rotate_head(T* head, const T* norm, float eps, const float* cos, const float* sin, int64_t head_dim) {
   const int64_t half = head_dim / 2;

@@ -1,5 +1,5 @@
 // The only file that uses OpenMP. The library is compiled with -fopenmp and linked without libgomp: the symbols resolve
-// to the libgomp that torch has loaded, so there is one pool, and the same threads that run torch's operators run these.
+// to the libgomp that torch has loaded, so there is one pool, and the threads that run torch's operators run these.
 #include "threads.h"
 
 #include <cstdlib>

@@ -1,9 +1,28 @@
 // The two register tiles that every matrix product here is made of. Both keep one accumulator per result and add to it
 // in order, so a result is bit for bit the same whatever tile, block or thread it falls in.
+//
+// The larger operand is read two vectors at a time, as load_pair (vec.h) gives them.
 #pragma once
 #include "vec.h"
 
 namespace ray_lora::RL_ISA {
+
+// Rows of A, or vectors of B, that a tile of so many rows handles side by side: as many as the registers hold.
+constexpr int dot_width(int rows) { return rows * 8 <= kRows * 4 ? 8 : 4; }
+constexpr int sum_width(int rows) { return rows * 16 <= kRows * 4 ? 16 : dot_width(rows); }
+
+// How far ahead of its reading a tile fetches, in values: few bytes of each row, for it reads several rows at once.
+// The processor's own prefetching starts anew at each row and page, and leaves bandwidth unused.
+template <class T>
+constexpr int64_t kAhead = 768 / sizeof(T);
+template <class T>
+RL_INLINE void fetch_pair(const T* p) {
+  constexpr int64_t bytes = 2 * kLanes * sizeof(T);
+  const char* at = reinterpret_cast<const char*>(p);
+  if constexpr (bytes < 64)
+    if ((reinterpret_cast<uintptr_t>(p) & 63) >= bytes) return;   // another pair of the same line has fetched it
+  for (int64_t i = 0; i < bytes; i += 64) fetch(at + i);
+}
 
 // Calls body(constant R, first) over tiles that cover 0..rows, R = kRows while that many are left, then smaller.
 template <class Body>
@@ -17,30 +36,48 @@ RL_INLINE void for_row_tiles(int64_t rows, const Body& body) {
 }
 
 // Products along contiguous memory on both sides: out[r][p] (+)= x[r][0:size] . a[p][0:size].
-// Adds to `out` or replaces it; P is a multiple of 4.
-template <int R, int P, bool kAdd, class T>
-RL_INLINE void dot_tile(const float* const* x, const T* const* a, int64_t size, float* out, int64_t out_stride) {
+// Adds to `out` or replaces it; P is a multiple of 4. X says how x is stored: in its own order (InOrder<type>), or as
+// arrange() has left it (Arranged). `next`, if given, are the rows that will be read next, to be fetched ahead.
+template <int R, int P, bool kAdd, class X, class T>
+RL_INLINE void dot_tile(const typename X::type* const* x, const T* const* a, int64_t size, float* out,
+                        int64_t out_stride, const T* const* next = nullptr) {
   vec sums[R][P] = {};
-  const auto step = [&](auto&& load_x, auto&& load_a) {
-    vec xs[R];
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++) xs[r] = load_x(x[r]);
-#pragma GCC unroll 8
+  const auto step = [&](int64_t i, auto&& load_x, auto&& load_a) {
+    Pair xs[R];
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) xs[r] = load_x(x[r] + i);
+#pragma GCC unroll 16
     for (int p = 0; p < P; p++) {
-      const vec as = load_a(a[p]);
-#pragma GCC unroll 8
-      for (int r = 0; r < R; r++) sums[r][p] = fma(xs[r], as, sums[r][p]);
+      const Pair as = load_a(a[p] + i);
+#pragma GCC unroll 16
+      for (int r = 0; r < R; r++) sums[r][p] = fma(xs[r].first, as.first, sums[r][p]);
+#pragma GCC unroll 16
+      for (int r = 0; r < R; r++) sums[r][p] = fma(xs[r].second, as.second, sums[r][p]);
     }
   };
+  const auto whole_step = [&](int64_t i) {
+    step(i, [](auto* p) { return X::template load<T>(p); }, [](const T* p) { return load_pair(p); });
+  };
   int64_t i = 0;
-  for (; i + kLanes <= size; i += kLanes)
-    step([i](const float* p) { return load(p + i); }, [i](const T* p) { return load(p + i); });
+  if (next) {
+    for (; i + kAhead<T> < size; i += 2 * kLanes) {
+#pragma GCC unroll 16
+      for (int p = 0; p < P; p++) fetch_pair(a[p] + i + kAhead<T>);
+      whole_step(i);
+    }
+    for (; i + 2 * kLanes <= size; i += 2 * kLanes) {
+#pragma GCC unroll 16
+      for (int p = 0; p < P; p++) fetch_pair(next[p] + i + kAhead<T> - size);
+      whole_step(i);
+    }
+  }
+  for (; i + 2 * kLanes <= size; i += 2 * kLanes) whole_step(i);
   if (i < size)
-    step([=](const float* p) { return load_part(p + i, size - i); },
-         [=](const T* p) { return load_part(p + i, size - i); });
-#pragma GCC unroll 8
+    step(i, [=](auto* p) { return X::template load_part<T>(p, size - i); },
+         [=](const T* p) { return load_pair_part(p, size - i); });
+#pragma GCC unroll 16
   for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int p = 0; p < P; p += 4) {
       quad_anywhere* to = (quad_anywhere*)(out + r * out_stride + p);
       const quad q = sum4(sums[r][p], sums[r][p + 1], sums[r][p + 2], sums[r][p + 3]);
@@ -48,40 +85,93 @@ RL_INLINE void dot_tile(const float* const* x, const T* const* a, int64_t size, 
     }
 }
 
-// Scaled rows added up: sums[r] = a[r][0] * row[0] + a[r][1] * row[1] + ..., over columns n .. n + V * kLanes of the rows.
-// With V = 1 only the first `lanes` columns are touched. Ends by calling finish(r, column, lanes, sum).
+template <class S>
+struct InOrder {
+  using type = S;
+  template <class T>
+  static RL_INLINE Pair load(const S* p) {
+    if constexpr (std::is_same_v<S, T>) return load_pair(p);
+    else return split<T>(RL_ISA::load(p), RL_ISA::load(p + kLanes));
+  }
+  template <class T>
+  static RL_INLINE Pair load_part(const S* p, int64_t count) {
+    S values[2 * kLanes] = {};
+    std::memcpy(values, p, count * sizeof(S));
+    return load<T>(values);
+  }
+};
+
+struct Arranged {
+  using type = float;
+  template <class T>
+  static RL_INLINE Pair load(const float* p) { return {RL_ISA::load(p), RL_ISA::load(p + kLanes)}; }
+  template <class T>
+  static RL_INLINE Pair load_part(const float* p, int64_t) { return load<T>(p); }
+};
+
+// The room that arrange() needs for `size` values.
+constexpr int64_t padded(int64_t size) { return (size + 2 * kLanes - 1) / (2 * kLanes) * (2 * kLanes); }
+
+// Writes `size` values as they will be used beside an operand of type T, many times: float32, in the order of T's
+// pairs, times `scale`, zeros up to padded(size).
+template <class T, class S>
+RL_INLINE void arrange(const S* from, int64_t size, float scale, float* to) {
+  int64_t i = 0;
+  const auto put = [&](Pair pair) {
+    store(to + i, pair.first * scale);
+    store(to + i + kLanes, pair.second * scale);
+  };
+  for (; i + 2 * kLanes <= size; i += 2 * kLanes) put(InOrder<S>::template load<T>(from + i));
+  if (i < size) put(InOrder<S>::template load_part<T>(from + i, size - i));
+}
+
+// Scaled rows added up: sums[r] = a[r][0] * row[0] + a[r][1] * row[1] + ..., over columns n .. n + V * kLanes.
+// With V = 2 only the first `count` columns are touched. Ends by calling finish(r, column, lanes, sum).
 template <int R, int V, class T, class Finish>
-RL_INLINE void sum_tile(const float* a, int64_t a_stride, const T* const* rows, int64_t depth, int64_t n, int64_t lanes,
+RL_INLINE void sum_tile(const float* a, int64_t a_stride, const T* const* rows, int64_t depth, int64_t n, int64_t count,
                         const Finish& finish) {
   vec sums[R][V] = {};
   for (int64_t k = 0; k < depth; k++) {
-    vec row[V];
-    if constexpr (V == 1) row[0] = load_lanes(rows[k] + n, lanes);
+    if constexpr (R == 1 && V > 4)
+      for (int v = 0; v < V; v += 2) fetch_pair(rows[k] + n + (V + v) * kLanes);
+    Pair row[V / 2];
+    if constexpr (V == 2) row[0] = load_pair_part(rows[k] + n, count);
     else
-#pragma GCC unroll 8
-      for (int v = 0; v < V; v++) row[v] = load(rows[k] + n + v * kLanes);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
+      for (int v = 0; v < V / 2; v++) row[v] = load_pair(rows[k] + n + 2 * v * kLanes);
+#pragma GCC unroll 16
     for (int r = 0; r < R; r++) {
       const vec scale = all(a[r * a_stride + k]);
-#pragma GCC unroll 8
-      for (int v = 0; v < V; v++) sums[r][v] = fma(scale, row[v], sums[r][v]);
+#pragma GCC unroll 16
+      for (int v = 0; v < V; v++) sums[r][v] = fma(scale, v % 2 ? row[v / 2].second : row[v / 2].first, sums[r][v]);
     }
   }
-#pragma GCC unroll 8
+#pragma GCC unroll 16
   for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
-    for (int v = 0; v < V; v++) finish(r, n + v * kLanes, V == 1 ? lanes : int64_t{kLanes}, sums[r][v]);
+#pragma GCC unroll 16
+    for (int v = 0; v < V; v += 2) {
+      const Pair both = join<T>(sums[r][v], sums[r][v + 1]);
+      if constexpr (V > 2) {
+        finish(r, n + v * kLanes, int64_t{kLanes}, both.first);
+        finish(r, n + (v + 1) * kLanes, int64_t{kLanes}, both.second);
+      } else {
+        finish(r, n, count < kLanes ? count : kLanes, both.first);
+        if (count > kLanes) finish(r, n + kLanes, count - kLanes, both.second);
+      }
+    }
 }
 
 // sum_tile over columns first .. last.
 template <int R, class T, class Finish>
 RL_INLINE void sum_columns(const float* a, int64_t a_stride, const T* const* rows, int64_t depth, int64_t first,
                            int64_t last, const Finish& finish) {
-  constexpr int V = tile_width(R);
+  constexpr int V = sum_width(R);
   int64_t n = first;
-  for (; n + V * kLanes <= last; n += V * kLanes) sum_tile<R, V>(a, a_stride, rows, depth, n, kLanes, finish);
-  for (; n < last; n += kLanes)
-    sum_tile<R, 1>(a, a_stride, rows, depth, n, last - n < kLanes ? last - n : kLanes, finish);
+  for (; n + V * kLanes <= last; n += V * kLanes) sum_tile<R, V>(a, a_stride, rows, depth, n, V * kLanes, finish);
+  if constexpr (V > 4)
+    for (; n + 4 * kLanes <= last; n += 4 * kLanes) sum_tile<R, 4>(a, a_stride, rows, depth, n, 4 * kLanes, finish);
+  for (; n < last; n += 2 * kLanes)
+    sum_tile<R, 2>(a, a_stride, rows, depth, n, last - n < 2 * kLanes ? last - n : 2 * kLanes, finish);
 }
 
 // Calls body(T{}) with the storage type that `dtype` names.

@@ -21,8 +21,6 @@ constexpr int kLanes = 8, kRows = 3;
 #else
 constexpr int kLanes = 4, kRows = 3;
 #endif
-// Vectors side by side in a tile of `rows` rows: few rows leave registers for more, which hides latency.
-constexpr int tile_width(int rows) { return rows * 8 <= kRows * 4 ? 8 : 4; }
 
 struct bf16 { uint16_t bits; };
 struct f16 { uint16_t bits; };
@@ -33,6 +31,7 @@ typedef uint32_t uvec __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t hvec __attribute__((vector_size(2 * kLanes)));
 typedef float quad __attribute__((vector_size(16)));
 typedef float vec_anywhere __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
+typedef uint32_t uvec_anywhere __attribute__((vector_size(4 * kLanes), aligned(2), may_alias));
 typedef uint16_t hvec_anywhere __attribute__((vector_size(2 * kLanes), aligned(2), may_alias));
 typedef float quad_anywhere __attribute__((vector_size(16), aligned(4), may_alias));
 
@@ -51,12 +50,32 @@ RL_INLINE vec fma(vec a, vec b, vec c) {
 #endif
 }
 
+// 16-bit lanes to 32-bit lanes and back.
+RL_INLINE uvec extend(hvec h) {
+#if defined(RL_AVX512)
+  return (uvec)_mm512_cvtepu16_epi32((__m256i)h);
+#elif defined(RL_AVX2)
+  return (uvec)_mm256_cvtepu16_epi32((__m128i)h);
+#else
+  return __builtin_convertvector(h, uvec);
+#endif
+}
+RL_INLINE hvec shorten(uvec u) {
+#if defined(RL_AVX512)
+  return (hvec)_mm512_cvtepi32_epi16((__m512i)u);
+#elif defined(RL_AVX2)
+  return (hvec)_mm_packus_epi32(_mm256_castsi256_si128((__m256i)u), _mm256_extracti128_si256((__m256i)u, 1));
+#else
+  return __builtin_convertvector(u, hvec);
+#endif
+}
+
 // bfloat16 and float16, to and from float32 lanes. Rounding is to nearest, ties to even.
-RL_INLINE vec widen(hvec h, bf16) { return (vec)(__builtin_convertvector(h, uvec) << 16); }
+RL_INLINE vec widen(hvec h, bf16) { return (vec)(extend(h) << 16); }
 RL_INLINE hvec narrow(vec v, bf16) {
   const uvec u = (uvec)v;
   const uvec rounded = u + 0x7fff + ((u >> 16) & 1);
-  return __builtin_convertvector((v == v ? rounded : u | 0x400000) >> 16, hvec);
+  return shorten((v == v ? rounded : u | 0x400000) >> 16);
 }
 RL_INLINE vec widen(hvec h, f16) {
 #if defined(RL_AVX512)
@@ -64,7 +83,7 @@ RL_INLINE vec widen(hvec h, f16) {
 #elif defined(RL_AVX2)
   return _mm256_cvtph_ps((__m128i)h);
 #else
-  const uvec u = __builtin_convertvector(h, uvec), magnitude = u & 0x7fff;
+  const uvec u = extend(h), magnitude = u & 0x7fff;
   const uvec scaled = (uvec)((vec)(magnitude << 13) * 0x1p112f);   // exact, for subnormals too
   return (vec)((magnitude >= 0x7c00u ? scaled | 0x7f800000 : scaled) | (u & 0x8000) << 16);
 #endif
@@ -80,7 +99,7 @@ RL_INLINE hvec narrow(vec v, f16) {
   const uvec subnormal = (uvec)((vec)magnitude + 0.5f) - 0x3f000000;   // the adder aligns and rounds
   const uvec normal = (magnitude + (0xc8000fffu + ((magnitude >> 13) & 1))) >> 13;
   const uvec finite = magnitude < 0x38800000u ? subnormal : normal;
-  return __builtin_convertvector((magnitude >= 0x47800000u ? special : finite) | sign >> 16, hvec);
+  return shorten((magnitude >= 0x47800000u ? special : finite) | sign >> 16);
 #endif
 }
 
@@ -131,6 +150,45 @@ RL_INLINE void store_lanes(T* p, vec v, int64_t lanes) {
   if (lanes == kLanes) store(p, v);
   else store_part(p, v, lanes);
 }
+
+// 2 * kLanes adjacent values as two vectors, in the order that is cheapest: bfloat16 lies in pairs in 32-bit lanes, so
+// its even values are a shift and its odd ones a mask away; other types keep their order. `split` makes this order of
+// two vectors in the usual one, and `join` undoes it.
+struct Pair {
+  vec first, second;
+};
+template <class T>
+RL_INLINE Pair load_pair(const T* p) {
+  if constexpr (std::is_same_v<T, bf16>) {
+    const uvec both = *(const uvec_anywhere*)p;
+    return {(vec)(both << 16), (vec)(both & 0xffff0000)};
+  } else {
+    return {load(p), load(p + kLanes)};
+  }
+}
+template <class T>
+RL_INLINE Pair load_pair_part(const T* p, int64_t count) {
+  T values[2 * kLanes] = {};
+  std::memcpy(values, p, count * sizeof(T));
+  return load_pair(values);
+}
+template <class T>
+RL_INLINE Pair join(vec first, vec second) {
+  if constexpr (!std::is_same_v<T, bf16>) return {first, second};
+  ivec low, high;
+  for (int i = 0; i < kLanes; i++) low[i] = i / 2 + i % 2 * kLanes, high[i] = low[i] + kLanes / 2;
+  return {__builtin_shuffle(first, second, low), __builtin_shuffle(first, second, high)};
+}
+template <class T>
+RL_INLINE Pair split(vec a, vec b) {
+  if constexpr (!std::is_same_v<T, bf16>) return {a, b};
+  ivec even, odd;
+  for (int i = 0; i < kLanes; i++) even[i] = 2 * i, odd[i] = 2 * i + 1;
+  return {__builtin_shuffle(a, b, even), __builtin_shuffle(a, b, odd)};
+}
+
+// Asks for a cache line that will be read soon.
+RL_INLINE void fetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 
 // What a value becomes when stored as T and read again.
 template <class T>

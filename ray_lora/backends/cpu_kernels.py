@@ -8,21 +8,33 @@ every index in C, before anything is written.
 import ctypes
 import functools
 import warnings
-import weakref
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+from ray_lora.backends.cpu_structs import (
+    DTYPES,
+    KVCacheStruct,
+    LoraPool,
+    LoraSegments,
+    PairStructs,
+    TablesStruct,
+    TableStructs,
+    describe_cache,
+    describe_pool,
+    describe_segments,
+    describe_tables,
+    dtype_code,
+    shape_text,
+)
+from ray_lora.ops import library
 from ray_lora.ops.attention import AttentionTables
 from ray_lora.ops.lora import Segments, check_add_lora
 
 LEVELS = ("portable", "avx2", "avx512")
 """Instruction sets in rising order, as `kernels/cpu/api.cpp` numbers them."""
-
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 _ERRORS = {
     1: "segments: row_starts and page_starts must rise from 0 to the end of rows and pages",
@@ -51,82 +63,6 @@ _SIGNATURES = {
 }
 
 
-class _LoraPool(ctypes.Structure):
-    _fields_ = (
-        *((name, _pointer) for name in ("a", "b", "slices")),
-        *((name, _size) for name in ("num_slices", "num_pages", "in_features", "out_features", "dtype")),
-    )
-
-
-class _LoraSegments(ctypes.Structure):
-    _fields_ = (
-        *((name, _pointer) for name in ("rows", "row_starts", "pages", "page_starts")),
-        *((name, _size) for name in ("num_rows", "num_page_entries", "num_segments")),
-    )
-
-
-class _KVCache(ctypes.Structure):
-    _fields_ = (
-        *((name, _pointer) for name in ("k", "v")),
-        *((name, _size) for name in ("num_blocks", "num_kv_heads", "block_size", "head_dim", "dtype")),
-    )
-
-
-class _AttentionTables(ctypes.Structure):
-    _fields_ = (
-        *((name, _pointer) for name in ("query_starts", "context_lens", "block_tables", "positions", "slot_mapping")),
-        *((name, _size) for name in ("num_sequences", "max_blocks", "num_tokens")),
-    )
-
-
-Struct = TypeVar("Struct", bound=ctypes.Structure)
-Table = TypeVar("Table", Segments, AttentionTables)
-
-
-class _PairStructs(Generic[Struct]):
-    """Structs for pairs of tensors that outlive a step, found by identity; one goes when its first tensor does."""
-
-    def __init__(self, build: Callable[[Tensor, Tensor, tuple[int, ...]], Struct]) -> None:
-        self._build: Callable[[Tensor, Tensor, tuple[int, ...]], Struct] = build
-        self._found: dict[int, tuple[weakref.ref[Tensor], weakref.ref[Tensor], int, int, tuple[int, ...], Struct]] = {}
-
-    def find(self, first: Tensor, second: Tensor, extra: tuple[int, ...]) -> Struct:
-        key = id(first)
-        entry = self._found.get(key)
-        if entry is not None:
-            first_ref, second_ref, first_ptr, second_ptr, known, struct = entry
-            if (
-                first_ref() is first
-                and second_ref() is second
-                and first_ptr == first.data_ptr()
-                and second_ptr == second.data_ptr()
-                and known == extra
-            ):
-                return struct
-        struct = self._build(first, second, extra)
-        forget = weakref.ref(first, lambda _: self._found.pop(key, None))
-        self._found[key] = (forget, weakref.ref(second), first.data_ptr(), second.data_ptr(), extra, struct)
-        return struct
-
-
-class _TableStructs(Generic[Table, Struct]):
-    """Structs for the tables of the last few steps, found by identity; holding a table keeps its memory alive."""
-
-    def __init__(self, build: Callable[[Table], Struct]) -> None:
-        self._build: Callable[[Table], Struct] = build
-        self._found: dict[int, tuple[Table, Struct]] = {}
-
-    def find(self, table: Table) -> Struct:
-        entry = self._found.get(id(table))
-        if entry is not None:
-            return entry[1]
-        struct = self._build(table)
-        if len(self._found) >= 8:
-            self._found.clear()
-        self._found[id(table)] = (table, struct)
-        return struct
-
-
 class CPUKernels:
     """Native versions of the operators of `ops/`, with their names, arguments and semantics.
 
@@ -144,10 +80,10 @@ class CPUKernels:
         self._rotary_and_cache = library.rl_rotary_and_cache
         self._rms_norm = library.rl_rms_norm
         self._silu_and_mul = library.rl_silu_and_mul
-        self._pools: _PairStructs[_LoraPool] = _PairStructs(_describe_pool)
-        self._caches: _PairStructs[_KVCache] = _PairStructs(_describe_cache)
-        self._segments: _TableStructs[Segments, _LoraSegments] = _TableStructs(_describe_segments)
-        self._tables: _TableStructs[AttentionTables, _AttentionTables] = _TableStructs(_describe_tables)
+        self._pools: PairStructs[LoraPool] = PairStructs(describe_pool)
+        self._caches: PairStructs[KVCacheStruct] = PairStructs(describe_cache)
+        self._segments: TableStructs[Segments, LoraSegments] = TableStructs(describe_segments)
+        self._tables: TableStructs[AttentionTables, TablesStruct] = TableStructs(describe_tables)
 
     @property
     def levels(self) -> tuple[str, ...]:
@@ -182,7 +118,7 @@ class CPUKernels:
             x.data_ptr(),
             x_stride,
             num_tokens,
-            _dtype_code(dtype),
+            dtype_code(dtype),
             ctypes.addressof(pool),
             ctypes.addressof(self._segments.find(segments)),
             torch.get_num_threads(),
@@ -208,7 +144,7 @@ class CPUKernels:
             ctypes.addressof(described),
             scale,
             window or 0,
-            _dtype_code(qkv.dtype),
+            dtype_code(qkv.dtype),
             torch.get_num_threads(),
         )
         if error:
@@ -250,7 +186,7 @@ class CPUKernels:
             min(cos.shape[0], sin.shape[0]),
             ctypes.addressof(cache),
             ctypes.addressof(described),
-            _dtype_code(qkv.dtype),
+            dtype_code(qkv.dtype),
             torch.get_num_threads(),
         )
         if error:
@@ -267,7 +203,7 @@ class CPUKernels:
         out = torch.empty((num_rows, size), dtype=dtype)
         self._rms_norm(
             *(out.data_ptr(), None, 0, rows.data_ptr(), stride, weight.data_ptr(), num_rows, size, eps),
-            *(_dtype_code(dtype), torch.get_num_threads()),
+            *(dtype_code(dtype), torch.get_num_threads()),
         )
         return out if rows is x else out.view(x.shape)
 
@@ -278,13 +214,13 @@ class CPUKernels:
         dtype = x.dtype
         _check_weight(weight, size, dtype)
         if residual.shape != x.shape or residual.dtype is not dtype:
-            raise ValueError(f"residual {_shape(residual)} does not fit x {_shape(x)}")
+            raise ValueError(f"residual {shape_text(residual)} does not fit x {shape_text(x)}")
         if step != 1 or residual_step != 1:
             raise ValueError(f"rows must be contiguous: strides are {residual.stride()} and {x.stride()}")
         out = torch.empty((num_rows, size), dtype=dtype)
         self._rms_norm(
             *(out.data_ptr(), residual.data_ptr(), residual_stride, x.data_ptr(), stride, weight.data_ptr()),
-            *(num_rows, size, eps, _dtype_code(dtype), torch.get_num_threads()),
+            *(num_rows, size, eps, dtype_code(dtype), torch.get_num_threads()),
         )
         return out
 
@@ -293,11 +229,11 @@ class CPUKernels:
         stride, step = gate_up.stride()
         dtype = gate_up.dtype
         if width % 2 or step != 1:
-            raise ValueError(f"gate_up must be [num_tokens, 2 * size] with contiguous rows, not {_shape(gate_up)}")
+            raise ValueError(f"gate_up must be [num_tokens, 2 * size] with contiguous rows, not {shape_text(gate_up)}")
         out = torch.empty((num_rows, width // 2), dtype=dtype)
         self._silu_and_mul(
             *(out.data_ptr(), gate_up.data_ptr(), stride, num_rows, width // 2),
-            *(_dtype_code(dtype), torch.get_num_threads()),
+            *(dtype_code(dtype), torch.get_num_threads()),
         )
         return out
 
@@ -309,7 +245,9 @@ def load_cpu_kernels() -> CPUKernels | None:
     reason = "they are not built"
     if built:
         try:
-            return CPUKernels(_open_library(built[-1]))
+            kernels = CPUKernels(_open_library(built[-1]))
+            _register(kernels)
+            return kernels
         except (OSError, AttributeError) as error:
             reason = f"they cannot be loaded ({error})"
     warnings.warn(
@@ -319,6 +257,16 @@ def load_cpu_kernels() -> CPUKernels | None:
         stacklevel=2,
     )
     return None
+
+
+def _register(kernels: CPUKernels) -> None:
+    """Make these the kernels of `torch.ops.ray_lora` on CPUs."""
+
+    @library.add_lora_.register_kernel("cpu")
+    def add_lora_(
+        y: Tensor, x: Tensor, pool_a: Tensor, pool_b: Tensor, slices: Sequence[int], *segments: Tensor
+    ) -> None:
+        kernels.add_lora_(y, x, pool_a, pool_b, tuple(slices), Segments(*segments))
 
 
 def _open_library(path: Path) -> ctypes.CDLL:
@@ -332,66 +280,15 @@ def _open_library(path: Path) -> ctypes.CDLL:
         return ctypes.CDLL(str(path))
 
 
-def _describe_pool(pool_a: Tensor, pool_b: Tensor, slices: tuple[int, ...]) -> _LoraPool:
-    in_features, out_features = pool_a.shape[-1], pool_b.shape[-1]
-    x, y = (torch.empty(0, size, dtype=pool_a.dtype) for size in (in_features, out_features))
-    nothing = torch.empty(0, dtype=torch.int32)
-    check_add_lora(y, x, pool_a, pool_b, slices, Segments(nothing, nothing, nothing, nothing))
-    offsets = (ctypes.c_int64 * len(slices))(*slices)
-    struct = _LoraPool(
-        *(pool_a.data_ptr(), pool_b.data_ptr(), ctypes.addressof(offsets)),
-        *(len(slices) - 1, pool_a.shape[0], in_features, out_features, _dtype_code(pool_a.dtype)),
-    )
-    struct.offsets = offsets  # the struct points into it
-    return struct
-
-
-def _describe_cache(k_cache: Tensor, v_cache: Tensor, _: tuple[int, ...]) -> _KVCache:
-    if k_cache.dim() != 4 or k_cache.shape != v_cache.shape or k_cache.dtype is not v_cache.dtype:
-        raise ValueError(f"k_cache {_shape(k_cache)} and v_cache {_shape(v_cache)} are not two equal caches")
-    if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
-        raise ValueError("k_cache and v_cache must be contiguous")
-    if k_cache.shape[3] % 2:
-        raise ValueError(f"head_dim must be even, not {k_cache.shape[3]}")
-    return _KVCache(k_cache.data_ptr(), v_cache.data_ptr(), *k_cache.shape, _dtype_code(k_cache.dtype))
-
-
-def _describe_segments(segments: Segments) -> _LoraSegments:
-    parts = (segments.rows, segments.row_starts, segments.pages, segments.page_starts)
-    _check_tables(*parts)
-    if not 1 <= segments.row_starts.numel() == segments.page_starts.numel():
-        raise ValueError("segments: row_starts and page_starts must have num_segments + 1 entries each")
-    sizes = (segments.rows.numel(), segments.pages.numel(), segments.row_starts.numel() - 1)
-    return _LoraSegments(*(part.data_ptr() for part in parts), *sizes)
-
-
-def _describe_tables(tables: AttentionTables) -> _AttentionTables:
-    parts = (tables.query_starts, tables.context_lens, tables.block_tables, tables.positions, tables.slot_mapping)
-    _check_tables(*parts)
-    num_sequences, num_tokens = tables.context_lens.numel(), tables.positions.numel()
-    if tables.query_starts.numel() != num_sequences + 1 or tables.slot_mapping.numel() != num_tokens:
-        raise ValueError("tables: query_starts needs num_sequences + 1 entries, slot_mapping one for each position")
-    if tables.block_tables.dim() != 2 or tables.block_tables.shape[0] != num_sequences:
-        raise ValueError(f"tables.block_tables must be [{num_sequences}, n], not {_shape(tables.block_tables)}")
-    sizes = (num_sequences, tables.block_tables.shape[1], num_tokens)
-    return _AttentionTables(*(part.data_ptr() for part in parts), *sizes)
-
-
-def _check_tables(*tables: Tensor) -> None:
-    for table in tables:
-        if table.dtype is not torch.int32 or not table.is_contiguous():
-            raise ValueError(f"step tables must be contiguous and int32, not {_shape(table)}")
-
-
-def _check_qkv(qkv: Tensor, cache: _KVCache, tables: _AttentionTables) -> tuple[int, int]:
+def _check_qkv(qkv: Tensor, cache: KVCacheStruct, tables: TablesStruct) -> tuple[int, int]:
     """Query heads and the row stride of a qkv that fits."""
     num_tokens, width = qkv.shape
     stride, step = qkv.stride()
     num_heads = width // cache.head_dim - 2 * cache.num_kv_heads
     if width % cache.head_dim or num_heads < 1 or num_heads % cache.num_kv_heads or step != 1:
         heads = f"(num_heads + 2 * {cache.num_kv_heads}) * {cache.head_dim}"
-        raise ValueError(f"qkv {_shape(qkv)} is not [num_tokens, {heads}] with contiguous rows")
-    if _DTYPES.get(qkv.dtype) != cache.dtype:
+        raise ValueError(f"qkv {shape_text(qkv)} is not [num_tokens, {heads}] with contiguous rows")
+    if DTYPES.get(qkv.dtype) != cache.dtype:
         raise ValueError(f"qkv is {qkv.dtype}, the cache is not")
     if num_tokens != tables.num_tokens:
         raise ValueError(f"qkv has {num_tokens} rows, tables {tables.num_tokens}")
@@ -400,15 +297,4 @@ def _check_qkv(qkv: Tensor, cache: _KVCache, tables: _AttentionTables) -> tuple[
 
 def _check_weight(weight: Tensor, size: int, dtype: torch.dtype) -> None:
     if weight.dtype is not dtype or weight.shape != (size,) or not weight.is_contiguous():
-        raise ValueError(f"a norm's weight must be [{size}] {dtype}, contiguous, not {_shape(weight)}")
-
-
-def _dtype_code(dtype: torch.dtype) -> int:
-    code = _DTYPES.get(dtype)
-    if code is None:
-        raise ValueError(f"the CPU kernels take {', '.join(map(str, _DTYPES))}, not {dtype}")
-    return code
-
-
-def _shape(tensor: Tensor) -> str:
-    return f"{tuple(tensor.shape)} {tensor.dtype}"
+        raise ValueError(f"a norm's weight must be [{size}] {dtype}, contiguous, not {shape_text(weight)}")

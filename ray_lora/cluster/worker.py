@@ -2,6 +2,7 @@
 
 import os
 import socket
+import threading
 from datetime import timedelta
 from pathlib import Path
 from urllib.parse import urlparse
@@ -32,6 +33,7 @@ class Worker:
     def __init__(self, config: EngineConfig, rank: int) -> None:
         self._config = config
         self._rank = rank
+        self._step_thread: int | None = None
 
     def meeting_point(self, host: str) -> str:
         """A free address of this host, where the ranks find each other."""
@@ -64,6 +66,10 @@ class Worker:
         return os.getpid()
 
     def execute(self, plan: StepPlan) -> StepResult | None:
+        """Run one step; see `ModelRunner.execute`."""
+        if self._step_thread != threading.get_ident():
+            self._step_thread = threading.get_ident()
+            torch.set_num_threads(self._config.num_rank_threads)  # OpenMP keeps this by thread
         return self._runner.execute(plan)
 
     def inspect_adapter(self, source: str) -> AdapterManifest:

@@ -16,9 +16,6 @@ from ray_lora.serve.startup_failure import end_serve_run
 MAX_ONGOING_REQUESTS = 10_000
 """The engine's own queue decides who waits, not Serve's."""
 
-RANK_ENV = {"OMP_WAIT_POLICY": "PASSIVE"}
-"""Idle threads of a CPU rank sleep in place of spinning, and leave the cores to the processes that serve HTTP."""
-
 INGRESS: Deployment = serve.deployment(
     name="Ingress",
     max_ongoing_requests=MAX_ONGOING_REQUESTS,
@@ -59,5 +56,6 @@ def bind_app(config: EngineConfig, start: EngineStarter | None = None) -> Applic
     Args:
         start: makes a replica's engine, in place of `start_engine`; for tests.
     """
-    options = {"num_cpus": 0 if config.uses_ray else 1, "runtime_env": {"env_vars": RANK_ENV}}
-    return INGRESS.bind(config, REPLICA.options(ray_actor_options=options).bind(config, start))
+    num_cpus = 0 if config.uses_ray else 1
+    replicas = REPLICA.options(ray_actor_options={"num_cpus": num_cpus}).bind(config, start)
+    return INGRESS.bind(config, replicas)

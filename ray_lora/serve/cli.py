@@ -36,6 +36,7 @@ def serve_command(config_file: Path) -> None:
     except ConfigError as error:
         sys.exit(f"ray-lora: {config_file}: {error}")
     if "RAY_ADDRESS" not in os.environ:
+        os.environ.setdefault("RAY_worker_niceness", "0")  # Ray would let every other process go first
         ray.init(_node_ip_address="127.0.0.1", include_dashboard=False, namespace="serve")
     threading.Thread(target=_announce, args=(config, f"http://{host}:{port}"), daemon=True).start()
     serve_run.main([str(config_file)], standalone_mode=True)

@@ -1,6 +1,7 @@
 """The deployment that owns an engine: one replica, with all its ranks."""
 
 import asyncio
+import os
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -49,6 +50,7 @@ class LLMReplica:
     """Runs the engine; the ingress talks to it through `ReplicaClient`."""
 
     async def __init__(self, config: EngineConfig, start: EngineStarter | None = None) -> None:  # type: ignore[misc]
+        _set_openmp(config)
         if start is None:
             from ray_lora.serve.start import start_engine
 
@@ -116,3 +118,13 @@ class LLMReplica:
     def _forget(self, ingress_id: str, outbox: Outbox) -> None:
         if outbox.num_requests == 0 and not outbox.is_open and self._outboxes.get(ingress_id) is outbox:
             del self._outboxes[ingress_id]
+
+
+def _set_openmp(config: EngineConfig) -> None:
+    """Before torch is imported: its threads are those of the configuration, and sleep when they have nothing to do.
+
+    Ray tells every actor to use as many as its `num_cpus`; and threads that spin take the cores from those that serve
+    HTTP.
+    """
+    os.environ["OMP_NUM_THREADS"] = str(config.num_rank_threads)
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
