@@ -25,6 +25,7 @@ cpu_kernels = Extension(
         "-Wall",
         "-Wno-psabi",
         "-Wno-ignored-attributes",
+        "-Wno-uninitialized",  # GCC 12 warns of its own intrinsics
         "-Wno-maybe-uninitialized",
     ],
     language="c++",
