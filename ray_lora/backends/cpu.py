@@ -22,7 +22,16 @@ class CPUBackend(Backend):
         if not _onednn_takes(weight.dtype):
             return super().linear(weight, bias)
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 16)
-        return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+
+        def apply(x: Tensor) -> Tensor:
+            num_rows = x.shape[0]
+            spare = row_bucket(num_rows) - num_rows
+            if spare:
+                x = torch.nn.functional.pad(x, (0, 0, 0, spare))
+            y: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+            return y[:num_rows] if spare else y
+
+        return apply
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self._kernels.rms_norm(x, weight, eps)
@@ -56,6 +65,15 @@ class CPUBackend(Backend):
         self, y: Tensor, x: Tensor, pool_a: Tensor, pool_b: Tensor, slices: tuple[int, ...], segments: Segments
     ) -> None:
         self._kernels.add_lora_(y, x, pool_a, pool_b, slices, segments)
+
+
+def row_bucket(num_rows: int) -> int:
+    """The number of rows that is computed: four sizes in each power of two, so at most a quarter is waste.
+
+    oneDNN compiles code for every number of rows that it meets and keeps it, about 0.6 MB for each weight's shape.
+    """
+    step = 1 << max(0, (num_rows - 1).bit_length() - 3)
+    return -(-num_rows // step) * step
 
 
 def _onednn_takes(dtype: torch.dtype) -> bool:

@@ -32,7 +32,10 @@ class Checkpoint:
     def tensor(
         self, name: str, shape: tuple[int, ...], rows: slice = slice(None), columns: slice | None = None
     ) -> Tensor:
-        """A tensor of the given full `shape`, or its part, in the served dtype."""
+        """A tensor of the given full `shape`, or its part, in the served dtype, in memory of its own.
+
+        What safetensors returns may lie in the mapped file, and would keep all of it resident.
+        """
         handle = self._files.get(name)
         if handle is None:
             raise ConfigError(f"model: the checkpoint has no tensor {name!r}")
@@ -40,7 +43,7 @@ class Checkpoint:
         if tuple(stored.get_shape()) != shape:
             raise ConfigError(f"model: {name!r} is {tuple(stored.get_shape())} but config.json asks for {shape}")
         part: Tensor = stored[rows] if columns is None else stored[rows, columns]
-        return part.to(self._dtype)
+        return part.to(self._dtype, copy=True)
 
     def fused_linear(self, layer: int, fused: FusedLinear, rank: int, tp_size: int) -> tuple[Tensor, Tensor | None]:
         """This rank's weight [out, in] and bias [out] of projections that are computed as one.
