@@ -7,18 +7,19 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import ray
 import torch
-import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.harness import Row, report, seconds
 from ray_lora import LLM, EngineConfig, SamplingParams
 from ray_lora.cluster.ray_tp import RayTPExecutor
 from ray_lora.cluster.worker import Worker
+from ray_lora.model.tensor_parallel import TensorParallel
 from ray_lora.step import SequencePlan, SequenceStart, StepPlan, StepResult
 
 NUM_REQUESTS, NUM_PROMPT, NUM_OUTPUT = 16, 64, 64
@@ -53,28 +54,29 @@ def tokens_per_second(model: str, tp_size: int) -> float:
 
 
 class TimedWorker(Worker):
-    """Records the seconds of each step on this rank, and those inside all-reduce."""
+    """Records the seconds of each step on this rank, and those inside all-reduce and gather, waiting included."""
 
     def start(self, init_method: str | None = None) -> Any:
-        info = super().start(init_method)
-        self.steps: list[tuple[float, float]] = []
-        self.reduce_seconds = 0.0
-        all_reduce = dist.all_reduce
+        self.steps: list[tuple[float, float, float]] = []
+        self.seconds = {"all_reduce_": 0.0, "gather_columns": 0.0}
+        for name in self.seconds:
+            setattr(TensorParallel, name, self._timed(name, getattr(TensorParallel, name)))
+        return super().start(init_method)
 
-        def timed(*args: Any, **kwargs: Any) -> Any:
+    def _timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any) -> Any:
             begin = time.perf_counter()
-            result = all_reduce(*args, **kwargs)
-            self.reduce_seconds += time.perf_counter() - begin
+            result = function(*args)
+            self.seconds[name] += time.perf_counter() - begin
             return result
 
-        dist.all_reduce = timed
-        return info
+        return timed
 
     def execute(self, plan: StepPlan) -> StepResult | None:
-        self.reduce_seconds = 0.0
+        self.seconds = dict.fromkeys(self.seconds, 0.0)
         begin = time.perf_counter()
         result = super().execute(plan)
-        self.steps.append((time.perf_counter() - begin, self.reduce_seconds))
+        self.steps.append((time.perf_counter() - begin, *self.seconds.values()))
         return result
 
     def process_id(self) -> Any:
@@ -106,16 +108,24 @@ def split(model: str) -> list[Row]:
         begin = time.perf_counter()
         executor.execute(StepPlan(step, sequences, starts=() if step else starts))
         whole.append(time.perf_counter() - begin)
-    by_rank: list[list[tuple[float, float]]] = executor._call_all("process_id", "health")
+    by_rank: list[list[tuple[float, float, float]]] = executor._call_all("process_id", "health")
     executor.shutdown()
-    slowest = [max(rank[step][0] for rank in by_rank) for step in range(20, 100)]
-    reduces = [min(rank[step][1] for rank in by_rank) for step in range(20, 100)]
+    steps = range(20, 100)
+    slowest = [max(rank[step][0] for rank in by_rank) for step in steps]
+    reduces = [min(rank[step][1] for rank in by_rank) for step in steps]
+    gathers = [min(rank[step][2] for rank in by_rank) for step in steps]
+    rest = [whole - a - b for whole, a, b in zip(slowest, reduces, gathers, strict=True)]
     overhead = [total - inside for total, inside in zip(whole[20:], slowest, strict=True)]
+
+    def row(name: str, values: list[float], bar: float | None = None) -> Row:
+        return Row(name, statistics.median(values) * 1e3, "ms", bar, at_least=False)
+
     return [
-        Row("TP 2, a decode step of 16 requests", statistics.median(whole[20:]) * 1e3, "ms"),
-        Row("  of it compute on the slower rank", 1e3 * statistics.median(map(float.__sub__, slowest, reduces)), "ms"),
-        Row("  of it all-reduce (16 and the embedding's)", statistics.median(reduces) * 1e3, "ms"),
-        Row("  of it plan and answer", statistics.median(overhead) * 1e3, "ms", bar=0.5, at_least=False),
+        row("TP 2, a decode step of 16 requests", whole[20:]),
+        row("  of it compute and sampling", rest),
+        row("  of it all-reduce (16 and the embedding's)", reduces),
+        row("  of it gathering the logits", gathers),
+        row("  of it plan and answer", overhead, bar=0.5),
     ]
 
 

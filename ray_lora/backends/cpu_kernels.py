@@ -58,6 +58,8 @@ _SIGNATURES = {
     ],
     "rl_rms_norm": [_pointer, _pointer, _size, _pointer, _size, _pointer, _size, _size, _float, _int, _int],
     "rl_silu_and_mul": [_pointer, _pointer, _size, _size, _size, _int, _int],
+    "rl_all_reduce_bytes": [_size, _size],
+    "rl_all_reduce": [_pointer, _pointer, *[_size] * 4, _pointer, ctypes.c_double],
     "rl_best_level": [],
     "rl_set_level": [_int],
 }
@@ -74,7 +76,9 @@ class CPUKernels:
         for name, arguments in _SIGNATURES.items():
             getattr(library, name).argtypes = arguments
         library.rl_rms_norm.restype = library.rl_silu_and_mul.restype = None
+        library.rl_all_reduce_bytes.restype = _size
         self._library = library
+        self._all_reduce = library.rl_all_reduce
         self._add_lora = library.rl_add_lora
         self._paged_attention = library.rl_paged_attention
         self._rotary_and_cache = library.rl_rotary_and_cache
@@ -89,6 +93,21 @@ class CPUKernels:
     def levels(self) -> tuple[str, ...]:
         """Instruction sets that this machine has; the last is the one in use unless `set_level` chose another."""
         return LEVELS[: self._library.rl_best_level() + 1]
+
+    def all_reduce_bytes(self, size: int, slot: int) -> int:
+        """Shared memory, zero at first, for `size` ranks and exchanges of `slot` floats."""
+        return int(self._library.rl_all_reduce_bytes(size, slot))
+
+    def all_reduce(
+        self, region: int, x: int, count: int, rank: int, size: int, slot: int, round_: int, timeout_s: float
+    ) -> None:
+        """Sum over the ranks of one host; see `kernels/cpu/all_reduce.cpp`. Addresses are plain numbers.
+
+        Raises:
+            RuntimeError: a rank did not come in time.
+        """
+        if self._all_reduce(region, x, count, rank, size, slot, round_, timeout_s):
+            raise RuntimeError(f"all-reduce: a rank did not come within {timeout_s} s")
 
     def set_level(self, level: str) -> None:
         """Use another instruction set, in the whole process: for tests and benchmarks."""

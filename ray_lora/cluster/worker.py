@@ -16,6 +16,7 @@ from ray_lora.adapters.reader import AdapterReader
 from ray_lora.adapters.shard import AdapterShard
 from ray_lora.adapters.store import AdapterStore
 from ray_lora.backends.registry import make_backend
+from ray_lora.backends.shared_reduce import join_shared_reduce
 from ray_lora.cluster.staging import AdapterStaging
 from ray_lora.config import EngineConfig
 from ray_lora.errors import ConfigError
@@ -49,10 +50,14 @@ class Worker:
         config, rank, size = self._config, self._rank, self._config.tensor_parallel_size
         torch.set_num_threads(config.num_rank_threads)
         backend = make_backend(config.device)
-        step_group, adapter_group = None, None
+        parallel, adapter_group = TensorParallel(), None
         if init_method is not None:
             step_group, adapter_group = _init_groups(config, rank, init_method, backend.collective)
-        self._runner = ModelRunner(config, TensorParallel(rank, size, step_group), backend)
+            shared_reduce = None
+            if backend.device.type == "cpu":
+                shared_reduce = join_shared_reduce(step_group, rank, size, config.step_timeout_s)
+            parallel = TensorParallel(rank, size, step_group, shared_reduce)
+        self._runner = ModelRunner(config, parallel, backend)
         self._reader: AdapterReader | None = None
         if rank == 0:
             store = AdapterStore(Path(config.adapter_store_dir))

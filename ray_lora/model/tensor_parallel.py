@@ -1,5 +1,6 @@
 """This rank's place among the ranks, and the collectives of a step."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,10 +15,14 @@ class TensorParallel:
     rank: int = 0
     size: int = 1
     group: "dist.ProcessGroup | None" = None
+    shared_reduce: Callable[[Tensor], None] | None = None
+    """Sums float32 tensors among ranks of one host, faster than the group does."""
 
     def all_reduce_(self, x: Tensor) -> Tensor:
         """Sum over the ranks, in place."""
-        if self.size > 1:
+        if self.shared_reduce is not None and x.dtype is torch.float32 and x.is_contiguous():
+            self.shared_reduce(x)
+        elif self.size > 1:
             dist.all_reduce(x, group=self.group)
         return x
 
