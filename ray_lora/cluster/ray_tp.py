@@ -1,5 +1,7 @@
 """Tensor-parallel ranks as Ray actors of one placement group; a step reaches them by a compiled graph."""
 
+import os
+import pickle
 from typing import Any
 
 import ray
@@ -44,7 +46,7 @@ class RayTPExecutor:
             init_method = self._call_all("meeting_point", "health", address, workers=self._workers[:1])[0]
             self._info: ModelInfo = self._call_all("start", "health", init_method)[0]
             with InputNode() as plan:
-                steps = MultiOutputNode([worker.execute.bind(plan) for worker in self._workers])
+                steps = MultiOutputNode([worker.execute_pickled.bind(plan) for worker in self._workers])
             self._graph = steps.experimental_compile(_buffer_size_bytes=PLAN_BUFFER_BYTES)
         except BaseException:
             remove_placement_group(self._group)
@@ -56,10 +58,10 @@ class RayTPExecutor:
 
     def execute(self, plan: StepPlan) -> StepResult:
         try:
-            results = ray.get(self._graph.execute(plan), timeout=self._config.step_timeout_s)
+            answers = ray.get(self._graph.execute(pickle.dumps(plan)), timeout=self._config.step_timeout_s)
         except RayError as error:
             raise self._die(f"a rank failed in step {plan.step_id}: {_first_line(error)}") from None
-        result = results[0]
+        result = pickle.loads(answers[0])
         assert isinstance(result, StepResult), "rank 0 always answers"
         return result
 
@@ -146,11 +148,12 @@ class RayTPExecutor:
 
 
 def require_ray() -> None:
-    """Join the Ray that runs here, or start one on loopback alone.
+    """Join the Ray that runs here, or start one on loopback alone, whose ranks have the priority of this process.
 
     To be called from a thread that lives as long as Ray is needed: Ray's own processes end with it.
     """
     if not ray.is_initialized():
+        os.environ.setdefault("RAY_worker_niceness", "0")
         ray.init(_node_ip_address="127.0.0.1", include_dashboard=False, log_to_driver=False)
 
 
