@@ -38,6 +38,9 @@ class Backend:
         shape = (num_blocks, num_kv_heads, block_size, head_dim)
         return tuple(torch.zeros(shape, dtype=dtype, device=self.device) for _ in range(2))  # type: ignore[return-value]
 
+    def release_unused_memory(self) -> None:
+        """Give back what loading the model has left over."""
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rms_norm_reference(x, weight, eps)
 

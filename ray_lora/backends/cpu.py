@@ -1,5 +1,7 @@
 """CPUs: oneDNN's packed matmuls, and the native kernels of `kernels/cpu` for everything around them."""
 
+import ctypes
+
 import torch
 from torch import Tensor
 
@@ -32,6 +34,12 @@ class CPUBackend(Backend):
             return y[:num_rows] if spare else y
 
         return apply
+
+    def release_unused_memory(self) -> None:
+        """glibc keeps what packing the weights has freed, unless told otherwise."""
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self._kernels.rms_norm(x, weight, eps)

@@ -46,6 +46,7 @@ class ModelRunner:
             else None
         )
         self._decoder = Decoder(arch, Checkpoint(config.model_path, arch, dtype), cache, self._pool, parallel, backend)
+        backend.release_unused_memory()
         self._sampler = Sampler()
         self._staged: dict[str, AdapterShard] = {}
         self._fused_modules: dict[str, frozenset[str]] = {}
