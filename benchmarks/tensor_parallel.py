@@ -79,7 +79,7 @@ class TimedWorker(Worker):
         self.steps.append((time.perf_counter() - begin, *self.seconds.values()))
         return result
 
-    def process_id(self) -> Any:
+    def recorded_steps(self) -> list[tuple[float, float, float]]:
         return self.steps
 
 
@@ -108,7 +108,7 @@ def split(model: str) -> list[Row]:
         begin = time.perf_counter()
         executor.execute(StepPlan(step, sequences, starts=() if step else starts))
         whole.append(time.perf_counter() - begin)
-    by_rank: list[list[tuple[float, float, float]]] = executor._call_all("process_id", "health")
+    by_rank: list[list[tuple[float, float, float]]] = executor._call_all("recorded_steps", "health")
     executor.shutdown()
     steps = range(20, 100)
     slowest = [max(rank[step][0] for rank in by_rank) for step in steps]

@@ -1,6 +1,7 @@
 """Streamed answers: one server-sent event per delta, put together from strings because every token passes here."""
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -54,7 +55,7 @@ class Counters:
         return usage(self.prompt_tokens, self.completion_tokens, self.cached_tokens)
 
 
-class EventWriter:
+class EventWriter(ABC):
     """Chunks of one answer -> events. A subclass says how a delta looks.
 
     Args:
@@ -81,8 +82,9 @@ class EventWriter:
             return DONE
         return event({**self._head, "choices": [], "usage": self._counters.usage}) + DONE
 
+    @abstractmethod
     def _event(self, delta: CompletionDelta, prompt: int) -> str:
-        raise NotImplementedError
+        """What a delta of the given prompt tells."""
 
     def _opening(self, chunk: GenerateChunk, prompt: int) -> str:
         """Events before the first delta of a prompt."""

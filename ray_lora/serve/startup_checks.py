@@ -41,8 +41,6 @@ def check_files(config: EngineConfig) -> None:
     """
     if not config.model_path.is_dir():
         raise ConfigError(f"model: {config.model_path} does not exist{_hint(config.model_path)}")
-    if not (config.model_path / "config.json").is_file():
-        raise ConfigError(f"model: {config.model_path} has no config.json")
     read_architecture(config.model_path).check_tensor_parallel(config.tensor_parallel_size)
     tokenizer = load_tokenizer(config)
     if config.chat_template is not None and isinstance(tokenizer, Tokenizer):
