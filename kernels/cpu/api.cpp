@@ -54,6 +54,9 @@ bool rise(const int32_t* starts, int64_t count, int64_t end) {
 
 }  // namespace
 
+// Outputs that a panel of rl_linear's weight holds side by side.
+RL_API int rl_panel_size() { return kPanel; }
+
 // The best instruction set here: 0 portable, 1 AVX2, 2 AVX-512.
 RL_API int rl_best_level() { return best_level(); }
 
@@ -98,6 +101,11 @@ RL_API int rl_rotary_and_cache(void* qkv, int64_t qkv_stride, int64_t num_heads,
   kernels->rotary_and_cache({qkv, q_norm, k_norm, cos, sin, qkv_stride, num_heads, *cache, t, eps, threads},
                             DType(dtype));
   return kOk;
+}
+
+RL_API void rl_linear(void* out, const void* x, int64_t x_stride, int64_t num_rows, const void* weight,
+                      const void* bias, int64_t in_features, int64_t out_features, int dtype, int threads) {
+  kernels->linear({out, x, weight, bias, x_stride, num_rows, in_features, out_features, threads}, DType(dtype));
 }
 
 RL_API void rl_rms_norm(void* out, void* residual, int64_t residual_stride, const void* x, int64_t x_stride,

@@ -8,6 +8,7 @@ namespace ray_lora {
 enum DType : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 
 constexpr int kPageRank = 16;
+constexpr int kPanel = 48;   // outputs that a linear layer's packed weight holds side by side
 
 struct LoraPool {
   const void* a;           // [num_pages, num_slices, 16, in_features]
@@ -64,6 +65,14 @@ struct RotaryCall {
   int threads;
 };
 
+struct LinearCall {
+  void* out;                  // [num_rows, out_features], contiguous
+  const void *x, *weight;     // weight [ceil(out_features / kPanel), in_features, kPanel], contiguous
+  const void* bias;           // [out_features], or null
+  int64_t x_stride, num_rows, in_features, out_features;
+  int threads;
+};
+
 struct NormCall {
   void* out;         // contiguous
   void* residual;    // null: plain rms_norm of x
@@ -86,6 +95,7 @@ struct Kernels {
   void (*add_lora)(const LoraCall&, DType dtype);
   void (*paged_attention)(const AttentionCall&, DType dtype);
   void (*rotary_and_cache)(const RotaryCall&, DType dtype);
+  void (*linear)(const LinearCall&, DType dtype);
   void (*rms_norm)(const NormCall&, DType dtype);
   void (*silu_and_mul)(const SiluCall&, DType dtype);
 };

@@ -1,7 +1,5 @@
 """What the model needs from a device. Here is the reference of everything; a device overrides what it does better."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -14,7 +12,20 @@ from ray_lora.ops.attention import (
 from ray_lora.ops.elementwise import add_rms_norm_reference_, silu_and_mul_reference
 from ray_lora.ops.lora import Segments, add_lora_reference_
 
-Linear = Callable[[Tensor], Tensor]
+
+class Linear:
+    """`x -> x @ weight.T + bias` for one weight [out_features, in_features], kept in whatever layout suits."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight, self.bias = weight, bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[num_rows, in_features] to [num_rows, out_features]."""
+        return torch.nn.functional.linear(x, self.weight, self.bias)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows of the weight [num_ids, in_features]: what an embedding that is tied to this layer looks up."""
+        return torch.nn.functional.embedding(ids, self.weight)
 
 
 class Backend:
@@ -27,9 +38,9 @@ class Backend:
     def __init__(self, device: str = "cpu") -> None:
         self.device = torch.device(device)
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        """Prepare `x -> x @ weight.T + bias` in whatever layout suits; weight [out_features, in_features]."""
-        return lambda x: torch.nn.functional.linear(x, weight, bias)
+    def linear(self, weight: Tensor, bias: Tensor | None, tied: bool = False) -> Linear:
+        """Prepare a linear layer; weight [out_features, in_features]. Only a `tied` one is asked for rows."""
+        return Linear(weight, bias)
 
     def allocate_kv_cache(
         self, num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype

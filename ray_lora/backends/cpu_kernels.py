@@ -56,10 +56,12 @@ _SIGNATURES = {
         *(_pointer, _size, _size, _pointer, _pointer, _float),
         *(_pointer, _pointer, _size, _pointer, _pointer, _int, _int),
     ],
+    "rl_linear": [_pointer, _pointer, _size, _size, _pointer, _pointer, _size, _size, _int, _int],
     "rl_rms_norm": [_pointer, _pointer, _size, _pointer, _size, _pointer, _size, _size, _float, _int, _int],
     "rl_silu_and_mul": [_pointer, _pointer, _size, _size, _size, _int, _int],
     "rl_all_reduce_bytes": [_size, _size],
     "rl_all_reduce": [_pointer, _pointer, *[_size] * 4, _pointer, ctypes.c_double],
+    "rl_panel_size": [],
     "rl_best_level": [],
     "rl_set_level": [_int],
 }
@@ -75,13 +77,16 @@ class CPUKernels:
     def __init__(self, library: ctypes.CDLL) -> None:
         for name, arguments in _SIGNATURES.items():
             getattr(library, name).argtypes = arguments
-        library.rl_rms_norm.restype = library.rl_silu_and_mul.restype = None
+        library.rl_rms_norm.restype = library.rl_silu_and_mul.restype = library.rl_linear.restype = None
         library.rl_all_reduce_bytes.restype = _size
         self._library = library
+        self.panel_size: int = library.rl_panel_size()
+        """Outputs side by side in a panel of `linear`'s weight."""
         self._all_reduce = library.rl_all_reduce
         self._add_lora = library.rl_add_lora
         self._paged_attention = library.rl_paged_attention
         self._rotary_and_cache = library.rl_rotary_and_cache
+        self._linear = library.rl_linear
         self._rms_norm = library.rl_rms_norm
         self._silu_and_mul = library.rl_silu_and_mul
         self._pools: PairStructs[LoraPool] = PairStructs(describe_pool)
@@ -210,6 +215,27 @@ class CPUKernels:
         )
         if error:
             raise ValueError(_ERRORS[error])
+
+    def linear(self, x: Tensor, panels: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
+        """x [num_rows, in_features] @ weight.T + bias; panels [ceil(out_features / n), in_features, n], contiguous."""
+        num_rows, in_features = x.shape
+        stride, step = x.stride()
+        dtype = x.dtype
+        if panels.shape != (-(-out_features // self.panel_size), in_features, self.panel_size):
+            raise ValueError(f"panels {shape_text(panels)} do not fit x {shape_text(x)} and {out_features} outputs")
+        if panels.dtype is not dtype or not panels.is_contiguous():
+            raise ValueError(f"panels must be contiguous and of x's type, not {shape_text(panels)}")
+        if bias is not None and (bias.shape != (out_features,) or bias.dtype is not dtype or bias.stride() != (1,)):
+            raise ValueError(f"a bias must be [{out_features}] {dtype}, contiguous, not {shape_text(bias)}")
+        if step != 1 and in_features != 1:
+            raise ValueError(f"rows of x must be contiguous: strides are {x.stride()}")
+        out = torch.empty((num_rows, out_features), dtype=dtype)
+        self._linear(
+            *(out.data_ptr(), x.data_ptr(), stride, num_rows, panels.data_ptr()),
+            *(None if bias is None else bias.data_ptr(), in_features, out_features),
+            *(dtype_code(dtype), torch.get_num_threads()),
+        )
+        return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])

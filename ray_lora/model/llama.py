@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ray_lora.architecture import Architecture, FusedLinear
-from ray_lora.backends.base import Backend
+from ray_lora.backends.base import Backend, Linear
 from ray_lora.model.adapter_pool import AdapterPool
 from ray_lora.model.batch import Batch
 from ray_lora.model.checkpoint import Checkpoint
@@ -25,18 +25,18 @@ class Decoder:
         backend: Backend,
     ) -> None:
         self._backend = backend
-        self._embedding = VocabEmbedding(arch, checkpoint, parallel, backend)
+        self._vocabulary = Vocabulary(arch, checkpoint, parallel, backend)
         self._layers = [
             DecoderLayer(arch, layer, checkpoint, cache.layers[layer], pool, parallel, backend)
             for layer in range(arch.num_layers)
         ]
         self._final_norm = checkpoint.tensor("model.norm.weight", (arch.hidden_size,)).to(backend.device)
-        self._head = VocabHead(arch, checkpoint, parallel, backend)
+        self.logits = self._vocabulary.logits
         self._eps = arch.rms_norm_eps
 
     def forward(self, batch: Batch) -> Tensor:
         """Compute every row's KV and return the final hidden states [num_tokens, hidden_size]."""
-        residual = self._embedding(batch.token_ids)
+        residual = self._vocabulary.embed(batch.token_ids)
         hidden = self._backend.rms_norm(residual, self._layers[0].input_norm, self._eps)
         next_norms = [layer.input_norm for layer in self._layers[1:]] + [self._final_norm]
         for layer, next_norm in zip(self._layers, next_norms, strict=True):
@@ -45,10 +45,6 @@ class Decoder:
             hidden = layer.mlp(hidden, batch)
             hidden = self._backend.add_rms_norm_(residual, hidden, next_norm, self._eps)
         return hidden
-
-    def logits(self, hidden: Tensor) -> Tensor | None:
-        """Logits [num_rows, vocab_size] on rank 0, None on the others; every rank must call it."""
-        return self._head(hidden)
 
 
 class DecoderLayer:
@@ -128,44 +124,35 @@ class LoRALinear:
         return y
 
 
-class VocabEmbedding:
-    """Token embeddings, cut over the ranks by vocabulary."""
+class Vocabulary:
+    """Token embeddings and the output projection, each cut over the ranks by vocabulary; one weight where tied."""
 
     def __init__(self, arch: Architecture, checkpoint: Checkpoint, parallel: TensorParallel, backend: Backend) -> None:
-        part = vocab_shard(arch.vocab_size, parallel)
-        shape = (arch.vocab_size, arch.hidden_size)
-        self._weight = checkpoint.tensor("model.embed_tokens.weight", shape, rows=part).to(backend.device)
-        self._first, self._parallel = part.start, parallel
+        self._parallel, self._vocab_size = parallel, arch.vocab_size
+        self._width = -(-arch.vocab_size // parallel.size)
+        first = min(parallel.rank * self._width, arch.vocab_size)
+        self._part = slice(first, min(first + self._width, arch.vocab_size))
 
-    def __call__(self, token_ids: Tensor) -> Tensor:
+        def read(name: str) -> Tensor:
+            weight = checkpoint.tensor(name, (arch.vocab_size, arch.hidden_size), rows=self._part)
+            absent = self._width - weight.shape[0]
+            if absent:
+                weight = torch.cat((weight, weight.new_zeros(absent, arch.hidden_size)))
+            return weight.to(backend.device)
+
+        embedding, tied = "model.embed_tokens.weight", arch.tie_word_embeddings
+        self._head = backend.linear(read(embedding if tied else "lm_head.weight"), None, tied)
+        self._lookup = self._head if tied else Linear(read(embedding), None)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Token ids [num_tokens] to hidden states [num_tokens, hidden_size]."""
         if self._parallel.size == 1:
-            return torch.nn.functional.embedding(token_ids, self._weight)
-        local = token_ids - self._first
-        absent = (local < 0) | (local >= self._weight.shape[0])
-        rows = torch.nn.functional.embedding(local.masked_fill(absent, 0), self._weight)
+            return self._lookup.rows(token_ids)
+        local = token_ids - self._part.start
+        absent = (local < 0) | (local >= self._width)
+        rows = self._lookup.rows(local.masked_fill(absent, 0))
         return self._parallel.all_reduce_(rows.masked_fill_(absent.unsqueeze(1), 0))
 
-
-class VocabHead:
-    """The output projection, cut over the ranks by vocabulary and gathered on rank 0."""
-
-    def __init__(self, arch: Architecture, checkpoint: Checkpoint, parallel: TensorParallel, backend: Backend) -> None:
-        name = "lm_head.weight"
-        if arch.tie_word_embeddings:
-            name = "model.embed_tokens.weight"
-        part = vocab_shard(arch.vocab_size, parallel)
-        weight = checkpoint.tensor(name, (arch.vocab_size, arch.hidden_size), rows=part)
-        width = -(-arch.vocab_size // parallel.size)
-        if weight.shape[0] < width:
-            weight = torch.cat((weight, weight.new_zeros(width - weight.shape[0], arch.hidden_size)))
-        self._base = backend.linear(weight.to(backend.device), None)
-        self._parallel, self._vocab_size = parallel, arch.vocab_size
-
-    def __call__(self, hidden: Tensor) -> Tensor | None:
-        return self._parallel.gather_columns(self._base(hidden), self._vocab_size)
-
-
-def vocab_shard(vocab_size: int, parallel: TensorParallel) -> slice:
-    """Rows of the vocabulary on this rank; the last ranks hold fewer where the size does not divide."""
-    width = -(-vocab_size // parallel.size)
-    return slice(min(parallel.rank * width, vocab_size), min((parallel.rank + 1) * width, vocab_size))
+    def logits(self, hidden: Tensor) -> Tensor | None:
+        """Logits [num_rows, vocab_size], gathered on rank 0; None on the others. Every rank must call it."""
+        return self._parallel.gather_columns(self._head(hidden), self._vocab_size)

@@ -54,14 +54,15 @@ def test_a_step_without_adapters_runs_no_lora_code(
     backend: type[Backend], checkpoint: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[int] = []
-    original = backend.add_lora_
+    counting = backend()
+    original = counting.add_lora_
 
-    def counted(self: Backend, *args: Any) -> None:
+    def counted(*args: Any) -> None:
         calls.append(args[0].shape[0])
-        original(self, *args)
+        original(*args)
 
-    monkeypatch.setattr(backend, "add_lora_", counted)
-    monkeypatch.setattr("ray_lora.cluster.worker.make_backend", lambda device: backend())
+    monkeypatch.setattr(counting, "add_lora_", counted)
+    monkeypatch.setattr("ray_lora.cluster.worker.make_backend", lambda device: counting)
     with LLM(**settings(checkpoint, adapters={"a": str(adapter)})) as llm:
         llm.generate(random_prompts(3, 320), WITH_LOGPROBS)
         assert not calls
