@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import RESULTS, Row, report
-from ray_lora.backends.cpu_kernels import CPUKernels, load_cpu_kernels
+from ray_lora.backends.cpu_kernels import CPUKernels
+from ray_lora.backends.cpu_library import load_cpu_kernels
 from ray_lora.ops.lora import Segments
 
 READ_LOOP = """

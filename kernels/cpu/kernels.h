@@ -1,5 +1,5 @@
 // The arguments of every kernel and the table of kernels that each instruction set fills in.
-// Layouts and semantics are those of ray_lora/ops; ray_lora/backends/cpu_kernels.py mirrors these structs in ctypes.
+// Layouts and semantics are those of ray_lora/ops; ray_lora/backends/cpu_structs.py mirrors these structs in ctypes.
 #pragma once
 #include <cstdint>
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ray_lora.backends.base import Backend, Linear
-from ray_lora.backends.cpu_kernels import load_cpu_kernels
+from ray_lora.backends.cpu_library import load_cpu_kernels
 from ray_lora.backends.cpu_linear import OneDNNLinear, PanelLinear, onednn_multiplies
 
 

@@ -6,10 +6,6 @@ every index in C, before anything is written.
 """
 
 import ctypes
-import functools
-import warnings
-from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -29,7 +25,6 @@ from ray_lora.backends.cpu_structs import (
     dtype_code,
     shape_text,
 )
-from ray_lora.ops import library
 from ray_lora.ops.attention import AttentionTables
 from ray_lora.ops.lora import Segments, check_add_lora
 
@@ -281,48 +276,6 @@ class CPUKernels:
             *(dtype_code(dtype), torch.get_num_threads()),
         )
         return out
-
-
-@functools.cache
-def load_cpu_kernels() -> CPUKernels | None:
-    """The kernels that were built beside this file; None, and one warning, where they were not."""
-    built = sorted(Path(__file__).parent.glob("_cpu_kernels*.so"), key=lambda path: path.stat().st_mtime)
-    reason = "they are not built"
-    if built:
-        try:
-            kernels = CPUKernels(_open_library(built[-1]))
-            _register(kernels)
-            return kernels
-        except (OSError, AttributeError) as error:
-            reason = f"they cannot be loaded ({error})"
-    warnings.warn(
-        f"ray_lora's CPU kernels are not in use, {reason}; the slow references serve instead. "
-        "Install g++ and run `pip install .` again, or `python setup.py build_ext --inplace` in a checkout.",
-        RuntimeWarning,
-        stacklevel=2,
-    )
-    return None
-
-
-def _register(kernels: CPUKernels) -> None:
-    """Make these the kernels of `torch.ops.ray_lora` on CPUs."""
-
-    @library.add_lora_.register_kernel("cpu")
-    def add_lora_(
-        y: Tensor, x: Tensor, pool_a: Tensor, pool_b: Tensor, slices: Sequence[int], *segments: Tensor
-    ) -> None:
-        kernels.add_lora_(y, x, pool_a, pool_b, tuple(slices), Segments(*segments))
-
-
-def _open_library(path: Path) -> ctypes.CDLL:
-    """Load the library; its OpenMP symbols are those of the runtime that torch uses."""
-    try:
-        return ctypes.CDLL(str(path))
-    except OSError:
-        # A torch that keeps its OpenMP runtime to itself: make that same runtime's symbols visible, and try again.
-        bundled = sorted((Path(torch.__file__).parent / "lib").glob("lib*omp*.so*"))
-        ctypes.CDLL(str(bundled[0]) if bundled else "libgomp.so.1", mode=ctypes.RTLD_GLOBAL)
-        return ctypes.CDLL(str(path))
 
 
 def _check_qkv(qkv: Tensor, cache: KVCacheStruct, tables: TablesStruct) -> tuple[int, int]:

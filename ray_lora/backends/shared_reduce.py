@@ -8,7 +8,8 @@ import uuid
 import torch.distributed as dist
 from torch import Tensor
 
-from ray_lora.backends.cpu_kernels import CPUKernels, load_cpu_kernels
+from ray_lora.backends.cpu_kernels import CPUKernels
+from ray_lora.backends.cpu_library import load_cpu_kernels
 
 SLOT_FLOATS = 1 << 18
 """Floats that one exchange carries; longer tensors take several."""

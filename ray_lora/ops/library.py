@@ -1,7 +1,7 @@
 """`add_lora_` as a torch operator, `torch.ops.ray_lora.add_lora_`: for torch.compile, export and profilers.
 
 The engine calls a backend's method directly, which costs less. Here the reference serves every device; a backend that
-has a kernel registers it for its own (`backends/cpu_kernels.py` does).
+has a kernel registers it for its own (`backends/cpu_library.py` does).
 """
 
 from collections.abc import Sequence

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import pytest
 
 from ray_lora.backends.base import Backend
-from ray_lora.backends.cpu_kernels import CPUKernels, load_cpu_kernels
+from ray_lora.backends.cpu_kernels import CPUKernels
+from ray_lora.backends.cpu_library import load_cpu_kernels
 
 NATIVE = load_cpu_kernels()
 IMPLEMENTATIONS = ("reference", *(() if NATIVE is None else NATIVE.levels))

@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ray_lora.backends import cpu_kernels
+from ray_lora.backends import cpu_library
 from ray_lora.backends.base import Backend
 from ray_lora.backends.cpu import CPUBackend
 from ray_lora.ops.attention import AttentionTables
@@ -106,8 +106,8 @@ def test_types_that_do_not_fit_are_refused(native: Any) -> None:
 def test_without_the_library_the_references_serve_and_one_warning_says_so(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(cpu_kernels, "__file__", str(tmp_path / "cpu_kernels.py"))
-    cpu_kernels.load_cpu_kernels.cache_clear()
+    monkeypatch.setattr(cpu_library, "__file__", str(tmp_path / "cpu_library.py"))
+    cpu_library.load_cpu_kernels.cache_clear()
     try:
         with pytest.warns(RuntimeWarning, match="pip install"):
             backend = CPUBackend()
@@ -117,4 +117,4 @@ def test_without_the_library_the_references_serve_and_one_warning_says_so(
         x = torch.randn(3, 8)
         assert torch.equal(backend.rms_norm(x, torch.ones(8), 1e-5), Backend().rms_norm(x, torch.ones(8), 1e-5))
     finally:
-        cpu_kernels.load_cpu_kernels.cache_clear()
+        cpu_library.load_cpu_kernels.cache_clear()

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ray_lora.backends.cpu_kernels import load_cpu_kernels
+from ray_lora.backends.cpu_library import load_cpu_kernels
 from ray_lora.ops import library
 from ray_lora.ops.lora import add_lora_reference_
 from tests.kernels.test_add_lora import Case, make_case

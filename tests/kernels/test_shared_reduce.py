@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ray_lora.backends.cpu_kernels import load_cpu_kernels
+from ray_lora.backends.cpu_library import load_cpu_kernels
 
 KERNELS = load_cpu_kernels()
 SLOT = 1000
