@@ -5,6 +5,7 @@ a token in the same step would be sixteen items; through an outbox they are one.
 """
 
 import asyncio
+import itertools
 import pickle
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -21,15 +22,19 @@ MIN_INTERVAL_S = 0.003
 """Batches are no closer than this; when steps are shorter, several become one batch."""
 
 
+_epochs = itertools.count()
+
+
 class Outbox:
     """Items wait here until the ingress's stream takes them, however many have come.
 
     The ingress opens a stream when a request tells it an epoch that it has not opened yet; a stream that ends for want
-    of requests ends its epoch, and what comes later waits for the next stream.
+    of requests ends its epoch, and what comes later waits for the next stream. Epochs rise over all outboxes of the
+    process: an ingress whose outbox was dropped meanwhile must not take the next one's stream for one that it has.
     """
 
     def __init__(self) -> None:
-        self.epoch = 0
+        self.epoch = next(_epochs)
         self.num_requests = 0
         self.is_open = False
         self._items: list[tuple[int, Item]] = []
@@ -48,7 +53,7 @@ class Outbox:
                 items, self._items = self._items, []
                 yield encode(items)
                 await asyncio.sleep(MIN_INTERVAL_S)
-            self.epoch += 1
+            self.epoch = next(_epochs)
         finally:
             self.is_open = False
 
