@@ -15,7 +15,6 @@ from ray_lora.serve import replica as replica_module
 from ray_lora.serve.replica import LLMReplica
 from ray_lora.serve.replica_client import ReplicaClient
 
-
 Replica = type("Replica", (LLMReplica,), {"__del__": lambda self: None})
 """Serve awaits the replica's own `__del__`; here nobody does."""
 
