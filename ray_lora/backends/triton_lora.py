@@ -1,0 +1,61 @@
+"""Launches the Triton kernels of `add_lora_`, for the backends whose device Triton compiles for."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ray_lora.backends.cpu_structs import TableStructs
+from ray_lora.backends.lora_plan import BLOCKS, LoraPlan, plan_lora
+from ray_lora.backends.triton_lora_kernels import add_lora_decode, add_lora_prefill
+from ray_lora.ops.lora import Segments
+
+
+class TritonLora:
+    """`add_lora_` on an NPU or a GPU. Importing this module imports triton, so a backend does it when it is made."""
+
+    def __init__(self, target: str, decode_programs: int, prefill_programs: int) -> None:
+        """
+        Args:
+            target: `npu` or `cuda`.
+            decode_programs, prefill_programs: programs of a launch at most, each looping over tiles: the vector and
+                cube cores of an NPU; on a GPU any large number.
+        """
+        self._blocks = BLOCKS[target]
+        self._programs = decode_programs, prefill_programs
+        self._plans: TableStructs[Segments, LoraPlan] = TableStructs(self.plan)
+        self._slices: dict[tuple[int, ...], Tensor] = {}
+
+    def plan(self, segments: Segments, query_starts: Sequence[int] | None = None) -> LoraPlan:
+        """Cut a step's rows into tiles; see `plan_lora`."""
+        return plan_lora(segments, self._blocks, query_starts)
+
+    def add_lora_(
+        self, y: Tensor, x: Tensor, pool_a: Tensor, pool_b: Tensor, slices: tuple[int, ...], segments: Segments
+    ) -> None:
+        """As `ray_lora.ops.lora.add_lora_reference_`, the segments' plan being made at their first layer."""
+        self.launch(y, x, pool_a, pool_b, slices, self._plans.find(segments))
+
+    def launch(
+        self, y: Tensor, x: Tensor, pool_a: Tensor, pool_b: Tensor, slices: tuple[int, ...], plan: LoraPlan
+    ) -> None:
+        """At most one launch of each kernel: one, unless the step mixes decode and prefill."""
+        if y.stride(1) != 1 or x.stride(1) != 1:
+            raise ValueError(f"rows of x and y must be contiguous: strides are {x.stride()} and {y.stride()}")
+        offsets = self._slices.get(slices)
+        if offsets is None:
+            offsets = self._slices[slices] = torch.tensor(slices, dtype=torch.int32).to(y.device)
+        sizes = (y.stride(0), x.stride(0), x.shape[1], y.shape[1], len(slices) - 1)
+        tensors = (y, x, pool_a, pool_b, offsets)
+        if plan.num_decode_tiles:
+            work, blocks = plan.num_decode_tiles * (len(slices) - 1), self._blocks.decode[plan.max_pages]
+            add_lora_decode[(min(work, self._programs[0]),)](
+                *tensors, plan.rows, plan.decode_tiles, plan.pages, *sizes, work,
+                blocks.max_rows, plan.max_pages, blocks.block_k, blocks.block_n,
+            )  # fmt: skip
+        if plan.num_prefill_tiles:
+            work, blocks = plan.num_prefill_tiles * (len(slices) - 1), self._blocks.prefill[plan.max_pages]
+            add_lora_prefill[(min(work, self._programs[1]),)](
+                *tensors, plan.prefill_tiles, plan.pages, *sizes, work,
+                blocks.max_rows, plan.max_pages, blocks.block_k, blocks.block_n,
+            )  # fmt: skip
