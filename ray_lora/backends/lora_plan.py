@@ -8,44 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ray_lora.backends.lora_blocks import TargetBlocks
 from ray_lora.ops.lora import Segments
 
-
-@dataclass(frozen=True, slots=True)
-class Blocks:
-    """The constants that one kernel is compiled with."""
-
-    max_rows: int
-    """Rows in a tile."""
-    block_k: int
-    """Inputs that are read at a time."""
-    block_n: int
-    """Outputs that are computed at a time."""
-
-
-@dataclass(frozen=True, slots=True)
-class TargetBlocks:
-    """Blocks of both kernels, by the bound on an adapter's pages: a power of two, 32 at most (rank 512)."""
-
-    decode: dict[int, Blocks]
-    prefill: dict[int, Blocks]
-
-
-def _by_pages(few: Blocks, eight: Blocks, many: Blocks) -> dict[int, Blocks]:
-    return {1: few, 2: few, 4: few, 8: eight, 16: many, 32: many}
-
-
-BLOCKS = {
-    "npu": TargetBlocks(
-        decode=_by_pages(Blocks(4, 256, 256), Blocks(4, 256, 256), Blocks(4, 256, 256)),
-        prefill=_by_pages(Blocks(64, 256, 128), Blocks(32, 256, 128), Blocks(16, 256, 128)),
-    ),
-    "cuda": TargetBlocks(
-        decode=_by_pages(Blocks(4, 128, 128), Blocks(4, 128, 128), Blocks(2, 128, 128)),
-        prefill=_by_pages(Blocks(32, 64, 64), Blocks(32, 64, 64), Blocks(16, 64, 64)),
-    ),
-}
-"""By target. On an NPU as large as double buffers leave room for; on a GPU as large as spills nothing."""
 
 MIN_CHUNK = 16
 """Rows of one sequence in one step from which the prefill kernel takes them: the side of a cube tile."""

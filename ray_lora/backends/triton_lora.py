@@ -6,9 +6,12 @@ import torch
 from torch import Tensor
 
 from ray_lora.backends.cpu_structs import TableStructs
-from ray_lora.backends.lora_plan import BLOCKS, LoraPlan, plan_lora
+from ray_lora.backends.lora_blocks import BLOCKS
+from ray_lora.backends.lora_plan import LoraPlan, plan_lora
 from ray_lora.backends.triton_lora_kernels import add_lora_decode, add_lora_prefill
-from ray_lora.ops.lora import Segments
+from ray_lora.ops.lora import Segments, check_add_lora
+
+_NO_ROWS = Segments(*(torch.empty(0, dtype=torch.int32) for _ in range(4)))
 
 
 class TritonLora:
@@ -39,7 +42,12 @@ class TritonLora:
     def launch(
         self, y: Tensor, x: Tensor, pool_a: Tensor, pool_b: Tensor, slices: tuple[int, ...], plan: LoraPlan
     ) -> None:
-        """At most one launch of each kernel: one, unless the step mixes decode and prefill."""
+        """One launch, or two where the step mixes decode and prefill, or none.
+
+        Raises:
+            ValueError: shapes, types or strides that break the contract. Indices were the host's own and stay unread.
+        """
+        check_add_lora(y, x, pool_a, pool_b, slices, _NO_ROWS)
         if y.stride(1) != 1 or x.stride(1) != 1:
             raise ValueError(f"rows of x and y must be contiguous: strides are {x.stride()} and {y.stride()}")
         offsets = self._slices.get(slices)
