@@ -58,20 +58,35 @@ def add_lora_decode(
 
         for n_block in range(n_start, n_stop, BLOCK_N):
             n = n_block + tl.arange(0, BLOCK_N)
-            delta = tl.zeros((MAX_ROWS, BLOCK_N), tl.float32)
-            for p in range(page_start, page_stop):
-                lora_b = pool_b + tl.load(pages + p).to(tl.int64) * PAGE_RANK * N
+            if MAX_PAGES == 1:
+                lora_b = pool_b + tl.load(pages + page_start).to(tl.int64) * PAGE_RANK * N
                 b = tl.load(lora_b + rank[:, None] * N + n[None, :], mask=n[None, :] < n_stop, other=0).to(tl.float32)
                 for r in range(row_start, row_stop):
-                    here = entry == (r - row_start) * MAX_PAGES + p - page_start
-                    s_row = tl.sum(tl.where(here[:, None], s, 0.0), 0)
-                    term = tl.sum(s_row[:, None] * b, 0)
-                    delta += tl.where((tile_row == r - row_start)[:, None], term[None, :], 0.0)
-            for r in range(row_start, row_stop):
-                outputs = y + tl.load(rows + r).to(tl.int64) * stride_y + n
-                added = tl.sum(tl.where((tile_row == r - row_start)[:, None], delta, 0.0), 0)
-                result = tl.load(outputs, mask=n < n_stop, other=0).to(tl.float32) + added
-                tl.store(outputs, result.to(y.dtype.element_ty), mask=n < n_stop)
+                    s_row = tl.sum(tl.where((entry == r - row_start)[:, None], s, 0.0), 0)
+                    outputs = y + tl.load(rows + r).to(tl.int64) * stride_y + n
+                    _add(outputs, n < n_stop, tl.sum(s_row[:, None] * b, 0))
+            else:
+                delta = tl.zeros((MAX_ROWS, BLOCK_N), tl.float32)
+                for p in range(page_start, page_stop):
+                    lora_b = pool_b + tl.load(pages + p).to(tl.int64) * PAGE_RANK * N
+                    b = tl.load(lora_b + rank[:, None] * N + n[None, :], mask=n[None, :] < n_stop, other=0)
+                    b = b.to(tl.float32)
+                    for r in range(row_start, row_stop):
+                        here = entry == (r - row_start) * MAX_PAGES + p - page_start
+                        s_row = tl.sum(tl.where(here[:, None], s, 0.0), 0)
+                        term = tl.sum(s_row[:, None] * b, 0)
+                        delta += tl.where((tile_row == r - row_start)[:, None], term[None, :], 0.0)
+                for r in range(row_start, row_stop):
+                    outputs = y + tl.load(rows + r).to(tl.int64) * stride_y + n
+                    added = tl.sum(tl.where((tile_row == r - row_start)[:, None], delta, 0.0), 0)
+                    _add(outputs, n < n_stop, added)
+
+
+@triton.jit
+def _add(outputs, mask, delta):
+    """Add a float32 delta to outputs, rounding once."""
+    result = tl.load(outputs, mask=mask, other=0).to(tl.float32) + delta
+    tl.store(outputs, result.to(outputs.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -158,6 +173,4 @@ def add_lora_prefill(
                     s_page = tl.sum(tl.where((slot == p - page_start)[None, :, None], s, 0.0), 1)
                     delta = _expand(s_page, b, delta)
             outputs = y_rows + row[:, None] * stride_y + n[None, :]
-            mask = here[:, None] & (n[None, :] < n_stop)
-            result = tl.load(outputs, mask=mask, other=0).to(tl.float32) + delta
-            tl.store(outputs, result.to(y.dtype.element_ty), mask=mask)
+            _add(outputs, here[:, None] & (n[None, :] < n_stop), delta)
