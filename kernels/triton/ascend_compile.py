@@ -15,7 +15,19 @@ from typing import Any
 
 from launch import Specialization
 
-TARGETS = {"A2": "Ascend910B3", "A3": "Ascend910_9382"}
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A chip, and what its code is compiled with."""
+
+    chip: str
+    executable: str = "bishengir-compile"
+    is_a5: bool = False
+
+
+TARGETS = {"A2": Target("Ascend910B3"), "A3": Target("Ascend910_9382")}
+A5 = Target("Ascend950PR_9589", "bishengir-compile-a5", is_a5=True)
 FLAGS = (
     "--enable-auto-multi-buffer=true",
     "--enable-auto-bind-sub-block=true",
@@ -24,6 +36,7 @@ FLAGS = (
     "--enable-triton-kernel-compile=true",
 )
 """Those that triton-ascend passes for A2 and A3."""
+HIVMC_NAMES = ("hivmc", "hivmc-a5")
 HIVMC = '#!/bin/sh\n[ "$1" = --version ] && echo "hivmc 1.2.0"\nexit 0\n'
 
 
@@ -43,20 +56,20 @@ class Compiled:
         return "retrying compilation" in self.log
 
 
-def compile_for_ascend(spec: Specialization, target: str) -> Compiled:
+def compile_for_ascend(spec: Specialization, target: Target) -> Compiled:
     """Raises AscendCompileError, with what the compiler said."""
     return run_bishengir(to_linalg(spec, target), target)
 
 
-def to_linalg(spec: Specialization, target: str, is_a5: bool = False) -> str:
+def to_linalg(spec: Specialization, target: Target) -> str:
     """The kernel as linalg IR, in the form that `bishengir-compile` reads."""
     from triton._C.libtriton import ir
     from triton.backends.ascend.compiler import AscendBackend, make_ttir, ttir_to_linalg
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    backend = AscendBackend(GPUTarget("npu", target, 0))
-    options = backend.parse_options({"compile_on_910_95": is_a5})
+    backend = AscendBackend(GPUTarget("npu", target.chip, 0))
+    options = backend.parse_options({"compile_on_910_95": target.is_a5})
     context = ir.context()
     ir.load_dialects(context)
     backend.load_dialects(context)
@@ -71,20 +84,20 @@ def to_linalg(spec: Specialization, target: str, is_a5: bool = False) -> str:
     return re.sub(r', mix_mode\s*=\s*"[^"]*"', "", linalg)
 
 
-def run_bishengir(linalg: str, target: str, executable: str = "bishengir-compile") -> Compiled:
+def run_bishengir(linalg: str, target: Target) -> Compiled:
     """Raises AscendCompileError if the compiler does not come to an end."""
     import ascendnpuir
 
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        hivmc = folder / "hivmc"
-        hivmc.write_text(HIVMC)
-        hivmc.chmod(0o755)
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        for name in HIVMC_NAMES:
+            (folder / name).write_text(HIVMC)
+            (folder / name).chmod(0o755)
         (folder / "kernel.mlir").write_text(linalg)
         done = subprocess.run(
             [
-                *(Path(ascendnpuir.__file__).parent / "bin" / executable, "kernel.mlir", f"--target={target}"),
-                *(*FLAGS, f"--save-temps={folder}", "-o", "kernel"),
+                *(Path(ascendnpuir.__file__).parent / "bin" / target.executable, "kernel.mlir"),
+                *(f"--target={target.chip}", *FLAGS, f"--save-temps={folder}", "-o", "kernel"),
             ],
             cwd=folder,
             env={**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"},

@@ -32,8 +32,8 @@ class Counts:
 
     read: Counter[str] = field(default_factory=Counter)
     written: Counter[str] = field(default_factory=Counter)
-    loads: int = 0
-    double_buffered_loads: int = 0
+    single_buffered: Counter[str] = field(default_factory=Counter)
+    """Bytes that are read where nothing is computed meanwhile, again by argument."""
     cube_macs: int = 0
     """Multiply-adds of the cube units, their operands rounded up to 16 x 16."""
     vector_elements: int = 0
@@ -48,9 +48,8 @@ class Counts:
     def move(self, is_read: bool, source: Ref, target: Ref, element: float) -> None:
         outside = source if is_read else target
         (self.read if is_read else self.written)[outside.owner] += outside.size * element
-        if is_read:
-            self.loads += 1
-            self.double_buffered_loads += target.is_double
+        if is_read and not target.is_double:
+            self.single_buffered[outside.owner] += outside.size * element
 
     def compute(self, *sizes: int) -> None:
         self.vector_elements += max(sizes)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from ray_lora.backends.lora_blocks import BLOCKS, Blocks
+from ray_lora.backends.lora_blocks import BLOCKS, PAGE_BOUNDS, Blocks
 
 FORMS = ("decode", "prefill")
 TABLES = ("slices", "rows", "tiles", "pages")
@@ -66,5 +66,5 @@ def served(target: str) -> list[Specialization]:
         specialize(form, target, dtype, max_pages)
         for form in FORMS
         for dtype in ("bf16", "fp16")
-        for max_pages in getattr(BLOCKS[target], form)
+        for max_pages in PAGE_BOUNDS
     ]
