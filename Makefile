@@ -4,7 +4,10 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help install serve test test-slow bench lint format lock clean
+NPU_ENV  := build/npu-env
+CUDA_ENV := build/cuda-env
+
+.PHONY: help install serve test test-slow test-npu-compile test-cuda-compile npu-report bench lint format lock clean
 
 help:
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -20,6 +23,16 @@ test: install lint ## lint, type-check, run the tests (under 15 minutes)
 
 test-slow: install ## soak and fault tests
 	$(BIN)/python -m pytest -m slow
+
+test-npu-compile: $(NPU_ENV)/.installed ## the Triton kernels: interpreted, and through the Ascend compilers (4 minutes)
+	TRITON_INTERPRET=1 $(NPU_ENV)/bin/python -m pytest tests/triton_numerics
+	$(NPU_ENV)/bin/python -m pytest tests/npu_compile
+
+test-cuda-compile: $(CUDA_ENV)/.installed ## the Triton kernels, compiled for sm_80 and sm_90
+	$(CUDA_ENV)/bin/python -m pytest tests/cuda_compile
+
+npu-report: $(NPU_ENV)/.installed ## bytes, buffers and floors of the kernels compiled for Ascend
+	@$(NPU_ENV)/bin/python kernels/triton/npu_report.py
 
 bench: install ## run the benchmarks; tables on the terminal, JSON in benchmarks/results
 	$(BIN)/python -m benchmarks
@@ -41,6 +54,12 @@ lock: ## resolve the dependencies anew into requirements.lock
 
 clean: ## remove everything that was set up or built here
 	rm -rf $(VENV) build *.egg-info ray_lora/backends/_cpu_kernels*.so
+
+build/%-env/.installed: kernels/triton/requirements-%.txt
+	@test -x build/$*-env/bin/python || $(PYTHON) -m venv build/$*-env
+	@echo "Installing into build/$*-env ..."
+	@build/$*-env/bin/pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
 
 $(STAMP): requirements.lock pyproject.toml setup.py $(wildcard kernels/cpu/*)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

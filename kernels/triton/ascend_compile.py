@@ -16,7 +16,6 @@ from typing import Any
 from launch import Specialization
 
 
-
 @dataclass(frozen=True, slots=True)
 class Target:
     """A chip, and what its code is compiled with."""

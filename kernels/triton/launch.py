@@ -1,4 +1,4 @@
-"""What a launch of `add_lora_` passes to Triton, as `ray_lora/backends/triton_lora.py` does, for compiling without it."""
+"""The kernels that launches by `ray_lora/backends/triton_lora.py` have Triton compile."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -68,9 +68,3 @@ def fused_linears(model: Model, tp_size: int = 1) -> tuple[Layer, ...]:
         Layer("gate_up", model.hidden, (intermediate, intermediate)),
         Layer("down", intermediate, (model.hidden,)),
     )
-
-
-def is_specialized_alike(layer: Layer) -> bool:
-    """Whether a launch for it takes the kernels compiled for multiples of 16, and its offsets fit 32 bits."""
-    sizes = (layer.in_features, layer.out_features)
-    return all(size % 16 == 0 for size in sizes) and 16 * max(sizes) < 2**31

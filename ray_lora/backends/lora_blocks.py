@@ -29,16 +29,15 @@ PAGE_BOUNDS = (1, 2, 4, 8, 16, 32)
 BLOCKS = {
     "npu": TargetBlocks(
         decode=dict.fromkeys(PAGE_BOUNDS, Blocks(4, 512, 512)),
-        prefill=dict.fromkeys(PAGE_BOUNDS, Blocks(64, 256, 128))
-        | {16: Blocks(32, 256, 128), 32: Blocks(16, 256, 128)},
+        prefill=dict.fromkeys(PAGE_BOUNDS, Blocks(64, 256, 128)) | {16: Blocks(32, 256, 128), 32: Blocks(16, 256, 128)},
     ),
     "cuda": TargetBlocks(
-        decode=dict.fromkeys(PAGE_BOUNDS, Blocks(4, 256, 128)),
+        decode=dict.fromkeys(PAGE_BOUNDS, Blocks(4, 64, 64)),
         prefill=dict.fromkeys(PAGE_BOUNDS, Blocks(32, 64, 32)) | dict.fromkeys((16, 32), Blocks(16, 64, 32)),
     ),
 }
 """On an NPU as large as double buffers leave room for; on a GPU as large as spills no register.
 
-A kernel has one `block_k` on a target: it fixes the order of a row's sum, which must not change with the pages that
-another adapter of the step has.
+Decode has the same blocks and prefill the same `block_k` for all bounds: they fix the order of a row's sums, which must
+not change with the pages that another adapter of the step has.
 """

@@ -11,7 +11,6 @@ from torch import Tensor
 from ray_lora.backends.lora_blocks import TargetBlocks
 from ray_lora.ops.lora import Segments
 
-
 MIN_CHUNK = 16
 """Rows of one sequence in one step from which the prefill kernel takes them: the side of a cube tile."""
 

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ray_lora.backends.cpu_structs import TableStructs
 from ray_lora.backends.lora_blocks import BLOCKS
 from ray_lora.backends.lora_plan import LoraPlan, plan_lora
 from ray_lora.backends.triton_lora_kernels import add_lora_decode, add_lora_prefill
@@ -26,7 +25,6 @@ class TritonLora:
         """
         self._blocks = BLOCKS[target]
         self._programs = decode_programs, prefill_programs
-        self._plans: TableStructs[Segments, LoraPlan] = TableStructs(self.plan)
         self._slices: dict[tuple[int, ...], Tensor] = {}
 
     def plan(self, segments: Segments, query_starts: Sequence[int] | None = None) -> LoraPlan:
@@ -34,15 +32,9 @@ class TritonLora:
         return plan_lora(segments, self._blocks, query_starts)
 
     def add_lora_(
-        self, y: Tensor, x: Tensor, pool_a: Tensor, pool_b: Tensor, slices: tuple[int, ...], segments: Segments
-    ) -> None:
-        """As `ray_lora.ops.lora.add_lora_reference_`, the segments' plan being made at their first layer."""
-        self.launch(y, x, pool_a, pool_b, slices, self._plans.find(segments))
-
-    def launch(
         self, y: Tensor, x: Tensor, pool_a: Tensor, pool_b: Tensor, slices: tuple[int, ...], plan: LoraPlan
     ) -> None:
-        """One launch, or two where the step mixes decode and prefill, or none.
+        """As `ray_lora.ops.lora.add_lora_reference_`: one launch, two where the step mixes decode and prefill, or none.
 
         Raises:
             ValueError: shapes, types or strides that break the contract. Indices were the host's own and stay unread.

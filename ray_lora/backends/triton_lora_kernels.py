@@ -97,9 +97,7 @@ def _shrink(x_rows, stride_x, lora_a, K, here, MAX_ROWS: tl.constexpr, BLOCK_K: 
     for k_start in range(0, K, BLOCK_K):
         k = k_start + tl.arange(0, BLOCK_K)
         a = tl.load(lora_a + rank[:, None] * K + k[None, :], mask=k[None, :] < K, other=0)
-        inputs = tl.load(
-            x_rows + row[:, None] * stride_x + k[None, :], mask=here[:, None] & (k[None, :] < K), other=0
-        )
+        inputs = tl.load(x_rows + row[:, None] * stride_x + k[None, :], mask=here[:, None] & (k[None, :] < K), other=0)
         if a.dtype != inputs.dtype:
             a, inputs = a.to(tl.float32), inputs.to(tl.float32)
         s = tl.dot(inputs, tl.trans(a), s, input_precision="ieee")

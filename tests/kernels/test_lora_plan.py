@@ -1,6 +1,7 @@
 """How a step is cut into tiles."""
 
 import random
+from itertools import chain
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ TARGET = TargetBlocks(dict.fromkeys(PAGE_BOUNDS, Blocks(2, 16, 16)), dict.fromke
 def plan(
     rows: list[list[int]], pages: list[list[int]], query_starts: list[int] | None = None, target: TargetBlocks = TARGET
 ) -> LoraPlan:
-    tables = [sum(rows, []), starts(rows), sum(pages, []), starts(pages)]
+    tables = [*chain(*rows)], starts(rows), [*chain(*pages)], starts(pages)
     segments = Segments(*(torch.tensor(table, dtype=torch.int32) for table in tables))
     return plan_lora(segments, target, query_starts)
 
@@ -55,7 +56,7 @@ def test_every_row_is_in_one_tile_with_its_own_pages(target: str) -> None:
     for _ in range(30):
         lengths = [rng.choice((1, 1, 1, 5, 40, 90)) for _ in range(rng.randint(1, 12))]
         query_starts = [sum(lengths[:index]) for index in range(len(lengths) + 1)]
-        owners = [rng.randrange(4) for length in lengths for _ in (0,)]
+        owners = [rng.randrange(4) for _ in lengths]
         rows: list[list[int]] = [[] for _ in range(3)]
         for owner, start, stop in zip(owners, query_starts, query_starts[1:], strict=False):
             if owner < 3:
@@ -66,9 +67,9 @@ def test_every_row_is_in_one_tile_with_its_own_pages(target: str) -> None:
         pages, decode_rows = made.pages.tolist(), made.rows.tolist()
         seen = {}
         for first, last, page_start, page_stop in made.decode_tiles.tolist():
-            seen |= {row: pages[page_start:page_stop] for row in decode_rows[first:last]}
+            seen |= dict.fromkeys(decode_rows[first:last], pages[page_start:page_stop])
         for first, last, page_start, page_stop in made.prefill_tiles.tolist():
-            seen |= {row: pages[page_start:page_stop] for row in range(first, last)}
+            seen |= dict.fromkeys(range(first, last), pages[page_start:page_stop])
         expected = {row: held[place] for place, index in enumerate(used) for row in rows[index]}
         assert seen == expected
         tiles = made.decode_tiles.tolist() + made.prefill_tiles.tolist()
@@ -77,5 +78,5 @@ def test_every_row_is_in_one_tile_with_its_own_pages(target: str) -> None:
 
 @pytest.mark.parametrize("target", BLOCKS)
 def test_a_kernel_has_one_order_of_summation_whatever_the_pages(target: str) -> None:
-    for blocks in (BLOCKS[target].decode, BLOCKS[target].prefill):
-        assert len({one.block_k for one in blocks.values()}) == 1
+    assert len(set(BLOCKS[target].decode.values())) == 1
+    assert len({blocks.block_k for blocks in BLOCKS[target].prefill.values()}) == 1

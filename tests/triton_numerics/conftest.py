@@ -32,7 +32,7 @@ class OneForm:
         self, y: Tensor, x: Tensor, pool_a: Tensor, pool_b: Tensor, slices: tuple[int, ...], segments: Segments
     ) -> None:
         query_starts: Sequence[int] | None = [0, x.shape[0]] if self._is_prefill else None
-        self._kernels.launch(y, x, pool_a, pool_b, slices, self._kernels.plan(segments, query_starts))
+        self._kernels.add_lora_(y, x, pool_a, pool_b, slices, self._kernels.plan(segments, query_starts))
 
 
 @pytest.fixture(params=FORMS)
