@@ -10,7 +10,7 @@ CUDA_ENV := build/cuda-env
 .PHONY: help install serve test test-slow test-npu-compile test-cuda-compile npu-report bench lint format lock clean
 
 help:
-	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
 install: $(STAMP) ## the virtual environment, the package with its kernels, the demo model
 	@$(BIN)/python deployments/prepare_demo.py

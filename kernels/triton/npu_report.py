@@ -3,7 +3,8 @@
 Bytes are those between global memory and on-chip buffers, exact for the workloads named. Times are floors, a model made
 of published peak rates (`chips.py`) and not a measurement; all bytes count as HBM's, though some stay in L2. Columns:
 bytes moved, ideal bytes (each page, input and output once) and their ratio; the part of the bytes read that is not
-double-buffered; cube work over useful work; LoRA's floor, the base layer's, and their ratio.
+double-buffered; the busiest core's bytes over an even share; cube work over useful work; LoRA's floor, which takes the
+shares as even, the base layer's, and their ratio.
 """
 
 import sys
@@ -104,8 +105,9 @@ def print_workload(workload: Workload, target: str) -> float:
     ir = compile_for_ascend(spec, TARGETS[target]).ir
     filled = ", ".join(f"{name} {size / 1024:.0f} KiB" for name, size in buffer_bytes(ir).items())
     print(f"\n## {workload}\n\n{spec} on {chip.name}: {filled}\n")
-    print("| layer | K -> N | MB | ideal | ratio | single-buffered | cube/useful | us | base us | share |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    print("| layer | K -> N | MB | ideal | ratio | single-buffered | busiest | cube/useful | us | base us | share |")
+    print("| --- " * 11 + "|")
+    cores = chip.vector_cores if workload.form == "decode" else chip.cube_cores
     worst = 0.0
     for label, layer in served_layers():
         counts, ideal = count(ir, layer, workload, chip), workload.ideal_bytes(layer)
@@ -114,7 +116,8 @@ def print_workload(workload: Workload, target: str) -> float:
         cube = f"{counts.cube_macs / workload.useful_macs(layer):.2f}" if counts.cube_macs else "-"
         print(
             f"| {label} | {layer.in_features} -> {'+'.join(map(str, layer.widths))} "
-            f"| {counts.num_bytes / 1e6:.2f} | {ideal / 1e6:.2f} | {ratio:.3f} | {single:.0%} | {cube} "
+            f"| {counts.num_bytes / 1e6:.2f} | {ideal / 1e6:.2f} | {ratio:.3f} | {single:.0%} "
+            f"| {counts.busiest_bytes * cores / counts.num_bytes:.2f} | {cube} "
             f"| {1e6 * took:.1f} | {1e6 * base:.1f} | {took / base:.1%} |"
         )
         worst = max(worst, ratio)

@@ -8,8 +8,8 @@ from chips import CHIPS
 from hivm_counts import Counts, count_launch
 from hivm_python import translate
 from launch import specialize
-from npu_report import Workload, count
-from served_layers import Layer
+from npu_report import DECODE, MAX_DECODE_BYTES, Workload, count
+from served_layers import Layer, served_layers
 
 LAYER = Layer("qkv", 4096, (4096, 1024, 1024))
 HALF = 2
@@ -30,6 +30,13 @@ def test_decode_reads_a_page_once_for_the_rows_of_a_tile(num_pages: int) -> None
     assert set(counts.read) == {"pool_a", "pool_b", "x", "y"}, "S stays in the vector cores' buffer"
     assert not counts.single_buffered
     assert counts.cube_macs == 0
+
+
+def test_decode_of_every_served_layer_stays_near_the_ideal_bytes() -> None:
+    ir = compile_for_ascend(specialize("decode", "npu", "bf16", 1), TARGETS["A2"]).ir
+    for label, layer in served_layers():
+        counts = count(ir, layer, DECODE, CHIPS["A2"])
+        assert counts.num_bytes <= MAX_DECODE_BYTES * DECODE.ideal_bytes(layer), label
 
 
 def test_sizes_that_no_block_divides_are_counted_to_the_last_element() -> None:
