@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -25,6 +26,7 @@ from ray_lora.step import SequencePlan, SequenceStart, StepPlan, StepResult
 NUM_REQUESTS, NUM_PROMPT, NUM_OUTPUT = 16, 64, 64
 PARAMS = SamplingParams(temperature=0, max_tokens=NUM_OUTPUT, ignore_eos=True)
 VOCAB = 32000
+IDLE_S = 4.0
 
 
 def make_checkpoint(directory: Path) -> str:
@@ -84,7 +86,7 @@ class TimedWorker(Worker):
 
 
 def split(model: str) -> list[Row]:
-    """Medians over decode steps of 16 requests, through the compiled graph."""
+    """Medians over decode steps of 16 requests, over the ranks' connections; then what the ranks cost at rest."""
     config = EngineConfig.parse({"model": model, "tensor_parallel_size": 2})
     executor = RayTPExecutor(config, TimedWorker)
     params = SamplingParams(temperature=0, max_tokens=1000)
@@ -108,6 +110,11 @@ def split(model: str) -> list[Row]:
         begin = time.perf_counter()
         executor.execute(StepPlan(step, sequences, starts=() if step else starts))
         whole.append(time.perf_counter() - begin)
+    pids = executor._call_all("process_id", "health")
+    before = [sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids]
+    time.sleep(IDLE_S)
+    after = [sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids]
+    idle = max(b - a for a, b in zip(before, after, strict=True)) / IDLE_S
     by_rank: list[list[tuple[float, float, float]]] = executor._call_all("recorded_steps", "health")
     executor.shutdown()
     steps = range(20, 100)
@@ -126,6 +133,7 @@ def split(model: str) -> list[Row]:
         row("  of it all-reduce (16 and the embedding's)", reduces),
         row("  of it gathering the logits", gathers),
         row("  of it plan and answer", overhead, bar=0.5),
+        Row("a rank at rest", idle * 100, "% of a core"),
     ]
 
 

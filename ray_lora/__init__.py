@@ -4,7 +4,7 @@ The path of a request, and the folder that each step lives in:
 
 1. `serve/`     HTTP or a handle call becomes a `GenerateRequest`; the tokenizer turns text into ids.
 2. `engine/`    The scheduler admits it, finds its cached prefix, pins its adapter's pages and writes a `StepPlan`.
-3. `cluster/`   The plan reaches every rank, in this process or through a Ray compiled graph.
+3. `cluster/`   The plan reaches every rank, in this process or over a connection to each rank's Ray actor.
 4. `model/`     Each rank turns the plan into tensors and runs one step; rank 0 samples.
 5. `ops/`       In every linear layer, one kernel adds the delta of all adapters in the batch.
 6. `backends/`  What a device does better than the reference.

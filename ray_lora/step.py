@@ -5,6 +5,7 @@ between its `start` and its `finished`, only what sampling needs.
 """
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ray_lora.request import SamplingParams
 
@@ -22,9 +23,8 @@ class SequenceStart:
     """End-of-sequence and stop tokens, forbidden until `min_tokens` are out."""
 
 
-@dataclass(frozen=True, slots=True)
-class SequencePlan:
-    """What one request computes in this step."""
+class SequencePlan(NamedTuple):
+    """What one request computes in this step. A tuple, for plans are made and pickled at every step."""
 
     request_id: int
     token_ids: tuple[int, ...]
@@ -82,8 +82,7 @@ class TokenLogprobs:
     """The most likely `(token_id, logprob)`, best first."""
 
 
-@dataclass(frozen=True, slots=True)
-class SampledToken:
+class SampledToken(NamedTuple):
     """The token that one request sampled in this step."""
 
     request_id: int

@@ -1,11 +1,10 @@
-"""Tensor-parallel ranks as Ray actors of one placement group; a step reaches them by a compiled graph."""
+"""Tensor-parallel ranks as Ray actors of one placement group; a step reaches them over connections."""
 
 import os
 import pickle
 from typing import Any
 
 import ray
-from ray.dag import InputNode, MultiOutputNode
 from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import (
     PlacementGroup,
@@ -16,6 +15,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ray_lora.adapter import AdapterManifest
+from ray_lora.cluster.step_link import StepHub
 from ray_lora.cluster.worker import Worker
 from ray_lora.config import EngineConfig
 from ray_lora.errors import ConfigError, EngineDeadError, RayLoraError
@@ -23,14 +23,15 @@ from ray_lora.step import ModelInfo, StepPlan, StepResult
 
 PLACEMENT_TIMEOUT_S = 120
 HEALTH_TIMEOUT_S = 10
-PLAN_BUFFER_BYTES = 1 << 20
-"""First size of the shared-memory buffer for plans; Ray enlarges it if a plan is longer."""
+CONNECT_TIMEOUT_S = 60
+CAUSE_TIMEOUT_S = 5
+"""How long to wait for Ray to say why a connection to a rank has ended."""
 
 
 class RayTPExecutor:
     """Implements `Executor` with one actor per rank.
 
-    Steps run in the compiled graph's own loop on each actor; adapter calls are ordinary actor calls in a concurrency
+    Each actor runs steps in one long call, fed by a `StepHub`; adapter calls are ordinary actor calls in a concurrency
     group of their own, so neither waits for the other.
     """
 
@@ -45,9 +46,9 @@ class RayTPExecutor:
             address = _address_of_bundle(self._group, 0)
             init_method = self._call_all("meeting_point", "health", address, workers=self._workers[:1])[0]
             self._info: ModelInfo = self._call_all("start", "health", init_method)[0]
-            with InputNode() as plan:
-                steps = MultiOutputNode([worker.execute_pickled.bind(plan) for worker in self._workers])
-            self._graph = steps.experimental_compile(_buffer_size_bytes=PLAN_BUFFER_BYTES)
+            self._hub = StepHub(ray.util.get_node_ip_address(), len(self._workers), config.step_timeout_s)
+            self._runs = self._submit("run_steps", "steps", self._hub.invitation)
+            self._connect()
         except BaseException:
             remove_placement_group(self._group)
             raise
@@ -57,10 +58,12 @@ class RayTPExecutor:
         return self._info
 
     def execute(self, plan: StepPlan) -> StepResult:
+        if self._dead is not None:
+            raise EngineDeadError(self._dead)
         try:
-            answers = ray.get(self._graph.execute(pickle.dumps(plan)), timeout=self._config.step_timeout_s)
-        except RayError as error:
-            raise self._die(f"a rank failed in step {plan.step_id}: {_first_line(error)}") from None
+            answers = self._hub.exchange(pickle.dumps(plan))
+        except (EOFError, OSError) as error:
+            raise self._die(f"a rank failed in step {plan.step_id}: {self._cause_of(error)}") from None
         result = pickle.loads(answers[0])
         assert isinstance(result, StepResult), "rank 0 always answers"
         return result
@@ -91,9 +94,11 @@ class RayTPExecutor:
         self._call_all("process_id", "health", timeout=HEALTH_TIMEOUT_S)
 
     def shutdown(self) -> None:
-        """Stop the graph and the ranks, and give the placement group back."""
+        """Stop the ranks, and give the placement group back."""
         self._dead = self._dead or "the ranks were shut down"
-        self._graph.teardown(kill_actors=True)
+        self._hub.close()
+        for worker in self._workers:
+            ray.kill(worker)
         remove_placement_group(self._group)
 
     def _start_workers(self, worker_class: type[Worker]) -> list[Any]:
@@ -103,7 +108,7 @@ class RayTPExecutor:
                 f"tensor_parallel_size {size}: no room for {size} ranks of {num_cpus} CPU "
                 f"({self._config.placement_group_strategy}) in {ray.available_resources()}"
             )
-        options: dict[str, Any] = {"concurrency_groups": {"adapters": 1, "health": 1}}
+        options: dict[str, Any] = {"concurrency_groups": {"steps": 1, "adapters": 1, "health": 1}}
         actor_class = ray.remote(**options)(worker_class)
         return [
             actor_class.options(
@@ -141,6 +146,22 @@ class RayTPExecutor:
         if errors:
             raise errors[0]
         return list(ray.get(calls))
+
+    def _connect(self) -> None:
+        try:
+            self._hub.accept(CONNECT_TIMEOUT_S)
+        except OSError as error:
+            raise self._die(f"a rank did not connect: {self._cause_of(error)}") from None
+
+    def _cause_of(self, error: Exception) -> str:
+        """What ended a rank's call, if Ray can tell; else what its connection says."""
+        ended, _ = ray.wait(self._runs, num_returns=1, timeout=CAUSE_TIMEOUT_S)
+        for run in ended:
+            try:
+                ray.get(run)
+            except RayError as cause:
+                return _first_line(cause)
+        return str(error)
 
     def _die(self, reason: str) -> EngineDeadError:
         self._dead = self._dead or reason

@@ -19,6 +19,7 @@ from ray_lora.adapters.store import AdapterStore
 from ray_lora.backends.registry import make_backend
 from ray_lora.backends.shared_reduce import join_shared_reduce
 from ray_lora.cluster.staging import AdapterStaging
+from ray_lora.cluster.step_link import Invitation, RankLink
 from ray_lora.config import EngineConfig
 from ray_lora.errors import ConfigError
 from ray_lora.model.model_runner import ModelRunner
@@ -78,10 +79,11 @@ class Worker:
             torch.set_num_threads(self._config.num_rank_threads)  # OpenMP keeps this by thread
         return self._runner.execute(plan)
 
-    def execute_pickled(self, plan: bytes) -> bytes | None:
-        """`execute` for a compiled graph, which carries bytes much faster than objects."""
-        result = self.execute(pickle.loads(plan))
-        return None if result is None else pickle.dumps(result)
+    def run_steps(self, invitation: Invitation) -> None:
+        """Execute the plans that the executor sends until it lets go; an error here ends the connection."""
+        with RankLink(invitation, self._rank) as link:
+            while (plan := link.receive()) is not None:
+                link.send(pickle.dumps(self.execute(pickle.loads(plan))))
 
     def inspect_adapter(self, source: str) -> AdapterManifest:
         """On rank 0: read and check an adapter; see `Executor.inspect_adapter`."""

@@ -127,6 +127,22 @@ def test_a_rank_that_dies_during_a_load_is_noticed(
         executor.check_health()
 
 
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_dies_while_decoding_ends_the_requests(victim: int, checkpoint: Path) -> None:
+    params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+    with LLM(**settings(checkpoint, tensor_parallel_size=2)) as llm:
+        executor = llm._engine._executor
+        assert isinstance(executor, RayTPExecutor)
+        pids = executor._call_all("process_id", "health")
+        killer = threading.Timer(0.3, lambda: os.kill(pids[victim], signal.SIGKILL))
+        llm.generate(random_prompts(4, 322), GREEDY)
+        begin = time.monotonic()
+        killer.start()
+        with pytest.raises(EngineDeadError, match="a rank failed in step"):
+            llm.generate(random_prompts(64, 322), params)
+        assert time.monotonic() - begin < 15
+
+
 def test_a_load_while_eight_requests_decode_changes_none_of_their_tokens(
     checkpoint: Path, adapters: dict[str, str]
 ) -> None:
