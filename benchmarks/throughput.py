@@ -5,6 +5,7 @@
 
 import os
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,31 @@ def generate_with_transformers(model: Any, adapter_names: list[str] | None = Non
         model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **settings, **extra)
 
 
+def with_llm(adapters: dict[str, str], same: dict[str, str], store: str, lora_dtype: str) -> dict[str, float]:
+    """Tokens per second of each workload; `adapters` are of ranks 8 to 64, `same` all of rank 16."""
+    args: dict[str, Any] = {
+        "max_model_len": 2048,
+        "enable_prefix_caching": False,
+        "max_lora_pages": 48,
+        "max_loras": 32,
+        "adapter_store_dir": store,
+        "lora_dtype": lora_dtype,
+    }
+    distinct = {f"same-{name}": path for name, path in same.items()}
+    workloads: dict[str, list[str] | str | None] = {
+        "base": None,
+        "mixed": list(adapters),
+        "distinct": list(distinct),
+        "one": "same-adapter0",
+    }
+    with LLM(str(MODEL), adapters={**adapters, **distinct}, **args) as llm:
+        llm.generate(prompts(), PARAMS)
+        return {
+            name: NUM_REQUESTS * NUM_OUTPUT / seconds(partial(llm.generate, prompts(), PARAMS, used), 3)
+            for name, used in workloads.items()
+        }
+
+
 def main() -> None:
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     num_tokens = NUM_REQUESTS * NUM_OUTPUT
@@ -69,24 +95,7 @@ def main() -> None:
         ranks = [RANKS[index % len(RANKS)] for index in range(NUM_REQUESTS)]
         adapters = make_adapters(Path(temporary), ranks)
         same = make_adapters(Path(temporary) / "same", [16] * NUM_REQUESTS)
-        names = list(adapters)
-        args: dict[str, Any] = {
-            "max_model_len": 2048,
-            "enable_prefix_caching": False,
-            "max_lora_pages": 48,
-            "max_loras": 32,
-            "adapter_store_dir": f"{temporary}/store",
-        }
-        with LLM(str(MODEL), adapters={**adapters, **{f"same-{n}": p for n, p in same.items()}}, **args) as llm:
-
-            def ours(adapters: list[str] | str | None) -> float:
-                return num_tokens / seconds(lambda: llm.generate(prompts(), PARAMS, adapters), 3)
-
-            ours(None)
-            base = ours(None)
-            mixed = ours(names)
-            distinct = ours([f"same-{name}" for name in same])
-            one = ours("same-adapter0")
+        wide, narrow = (with_llm(adapters, same, f"{temporary}/store", dtype) for dtype in ("float32", "bfloat16"))
         model: Any = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
         generate_with_transformers(model)
         their_base = num_tokens / seconds(lambda: generate_with_transformers(model))
@@ -94,19 +103,26 @@ def main() -> None:
         for name, path in list(adapters.items())[1:]:
             model.load_adapter(path, name)
         model.eval()
-        their_mixed = num_tokens / seconds(lambda: generate_with_transformers(model, names))
+        their_mixed = num_tokens / seconds(lambda: generate_with_transformers(model, list(adapters)))
+    ratios = [
+        Row(f"{what} / base, {dtype} pages", figures[key] / figures["base"], "x", bar=bar)
+        for what, key, bar in (
+            ("one rank-16 adapter", "one", 0.93),
+            ("16 distinct rank-16 adapters", "distinct", 0.85),
+            ("16 adapters of ranks 8 to 64", "mixed", 0.75),
+        )
+        for dtype, figures in (("float32", wide), ("bfloat16", narrow))
+    ]
     report(
         "throughput",
         [
-            Row("base, LLM", base, "tok/s"),
+            Row("base, LLM", wide["base"], "tok/s"),
             Row("base, transformers", their_base, "tok/s"),
-            Row("16 adapters of ranks 8 to 64, LLM", mixed, "tok/s"),
+            Row("16 adapters of ranks 8 to 64, LLM", wide["mixed"], "tok/s"),
             Row("16 adapters of ranks 8 to 64, PEFT", their_mixed, "tok/s"),
-            Row("base: LLM / transformers", base / their_base, "x", bar=1.5),
-            Row("16 mixed adapters: LLM / PEFT", mixed / their_mixed, "x", bar=4.0),
-            Row("one rank-16 adapter / base", one / base, "x", bar=0.93),
-            Row("16 distinct rank-16 adapters / base", distinct / base, "x", bar=0.85),
-            Row("16 adapters of ranks 8 to 64 / base", mixed / base, "x", bar=0.75),
+            Row("base: LLM / transformers", wide["base"] / their_base, "x", bar=2.0),
+            Row("16 mixed adapters: LLM / PEFT", wide["mixed"] / their_mixed, "x", bar=4.0),
+            *ratios,
             Row("PEFT mixed / transformers", their_mixed / their_base, "x"),
         ],
     )
