@@ -131,6 +131,12 @@ class Architecture:
             FusedLinear("mlp.down_proj", (down,)),
         )
 
+    def has_bias(self, projection: str) -> bool:
+        """Whether the base layer of that name has a bias."""
+        if projection == "self_attn.o_proj":
+            return self.o_bias
+        return self.qkv_bias if projection.startswith("self_attn") else self.mlp_bias
+
     def check_tensor_parallel(self, tp_size: int) -> None:
         """Raise ConfigError naming what `tp_size` does not divide."""
         for name, count in (("num_attention_heads", self.num_heads), ("intermediate_size", self.intermediate_size)):

@@ -50,6 +50,8 @@ class AdapterPlan:
 
     version: str
     pages: tuple[int, ...]
+    slot: int
+    """Its number among the resident adapters, below `max_loras`: where ranks keep what is not paged by rank."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,16 +20,18 @@ class Version:
     num_requests: int = 0
     num_running: int = 0
     pages: tuple[int, ...] | None = None
+    slot: int = -1
+    """Held together with the pages."""
     last_used: int = 0
 
     @property
     def plan(self) -> AdapterPlan:
         assert self.pages is not None, "planned while not resident"
-        return AdapterPlan(self.manifest.version, self.pages)
+        return AdapterPlan(self.manifest.version, self.pages, self.slot)
 
 
 class AdapterManager:
-    """Registers adapters and hands out pages of 16 ranks."""
+    """Registers adapters and hands out pages of 16 ranks, and one of `max_resident` slots to each resident adapter."""
 
     def __init__(self, num_pages: int, max_resident: int, max_registered: int, max_rank: int) -> None:
         self.num_pages = num_pages
@@ -39,6 +41,7 @@ class AdapterManager:
         self._names: dict[str, Version] = {}
         self._versions: dict[str, Version] = {}
         self._free = list(range(num_pages - 1, -1, -1))
+        self._free_slots = list(range(max_resident - 1, -1, -1))
         self._dead: list[str] = []
         self._clock = 0
 
@@ -151,6 +154,7 @@ class AdapterManager:
                 self._free_pages(other)
                 num_resident -= 1
         version.pages = tuple(self._free.pop() for _ in range(version.manifest.num_pages))
+        version.slot = self._free_slots.pop()
         return version.plan
 
     def deactivate(self, version: Version) -> None:
@@ -159,14 +163,17 @@ class AdapterManager:
         version.num_running -= 1
 
     def check_integrity(self) -> None:
-        """Assert that every page is free or belongs to exactly one version, and that counts make sense."""
-        pages = list(self._free)
+        """Assert that every page and slot is free or belongs to exactly one version, and that counts make sense."""
+        pages, slots = list(self._free), list(self._free_slots)
         for version in self._versions.values():
             assert version.num_names + version.num_requests > 0, "a dead version lingers"
             assert 0 <= version.num_running <= version.num_requests
             assert version.num_running == 0 or version.pages is not None, "running without pages"
-            pages.extend(version.pages or ())
+            if version.pages is not None:
+                pages.extend(version.pages)
+                slots.append(version.slot)
         assert sorted(pages) == list(range(self.num_pages)), "a page is lost or shared"
+        assert sorted(slots) == list(range(self.max_resident)), "a slot is lost or shared"
         assert sum(version.pages is not None for version in self._versions.values()) <= self.max_resident
 
     def _touch(self, version: Version) -> None:
@@ -184,8 +191,10 @@ class AdapterManager:
             self._dead.append(version.manifest.version)
 
     def _free_pages(self, version: Version) -> None:
-        self._free.extend(reversed(version.pages or ()))
-        version.pages = None
+        if version.pages is not None:
+            self._free.extend(reversed(version.pages))
+            self._free_slots.append(version.slot)
+            version.pages = None
 
 
 def _info(name: str, version: Version) -> AdapterInfo:

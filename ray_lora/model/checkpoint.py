@@ -7,7 +7,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ray_lora.architecture import Architecture, FusedLinear
+from ray_lora.architecture import Architecture, FusedLinear, Projection
 from ray_lora.errors import ConfigError
 
 
@@ -59,15 +59,21 @@ class Checkpoint:
                 weights.append(self.tensor(f"{prefix}.weight", shape, rows=part))
             else:
                 weights.append(self.tensor(f"{prefix}.weight", shape, columns=part))
-            if self._has_bias(projection.name) and (projection.style == "column" or rank == 0):
+            if self._arch.has_bias(projection.name) and (projection.style == "column" or rank == 0):
                 rows = part if projection.style == "column" else slice(None)
                 biases.append(self.tensor(f"{prefix}.bias", (projection.out_features,), rows=rows))
         return torch.cat(weights), torch.cat(biases) if biases else None
 
-    def _has_bias(self, projection: str) -> bool:
-        if projection == "self_attn.o_proj":
-            return self._arch.o_bias
-        return self._arch.qkv_bias if projection.startswith("self_attn") else self._arch.mlp_bias
+    def weight(self, layer: int, projection: Projection) -> Tensor:
+        """A projection's whole weight [out_features, in_features]."""
+        shape = (projection.out_features, projection.in_features)
+        return self.tensor(f"model.layers.{layer}.{projection.name}.weight", shape)
+
+    def bias(self, layer: int, projection: Projection) -> Tensor | None:
+        """A projection's whole bias [out_features]; None if it has none."""
+        if not self._arch.has_bias(projection.name):
+            return None
+        return self.tensor(f"model.layers.{layer}.{projection.name}.bias", (projection.out_features,))
 
 
 def _weight_files(model_path: Path) -> list[Path]:

@@ -127,6 +127,7 @@ class FakeExecutor:
     def __post_init__(self) -> None:
         self.kv: dict[tuple[int, int], int] = {}
         self.pages: dict[int, str] = {}
+        self.slots: dict[int, str] = {}
         self.running: dict[int, _Running] = {}
         self._ended: set[int] = set()
         self._lock = threading.Lock()
@@ -191,6 +192,8 @@ class FakeExecutor:
         pages = [page for adapter in plan.adapters for page in adapter.pages]
         assert len(set(pages)) == len(pages), "two adapters share a page"
         assert all(0 <= page < self.num_lora_pages for page in pages)
+        assert len({adapter.slot for adapter in plan.adapters}) == len(plan.adapters), "two adapters share a slot"
+        assert all(0 <= adapter.slot < self.max_loras for adapter in plan.adapters)
 
         request_ids = [sequence.request_id for sequence in plan.sequences]
         assert len(set(request_ids)) == len(request_ids), "a request is planned twice"
@@ -230,10 +233,12 @@ class FakeExecutor:
         for adapter in plan.page_ins:
             assert len(adapter.pages) == num_pages(self.staged[adapter.version].rank)
             self.pages.update(dict.fromkeys(adapter.pages, adapter.version))
+            self.slots[adapter.slot] = adapter.version
         for adapter in plan.adapters:
             assert adapter.version in self.staged, "the plan names an adapter that the ranks do not hold"
             assert len(adapter.pages) == num_pages(self.staged[adapter.version].rank)
             assert all(self.pages.get(page) == adapter.version for page in adapter.pages), "pages hold something else"
+            assert self.slots.get(adapter.slot) == adapter.version, "the slot holds something else"
 
     def _compute(self, plan: StepPlan, sequence: SequencePlan) -> list[int]:
         """Write the KV of the sequence's tokens, after checking that all before them is what this request needs."""

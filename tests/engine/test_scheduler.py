@@ -362,7 +362,7 @@ def test_base_rows_take_no_page() -> None:
         adapted.request_id: 0,
         another.request_id: -1,
     }
-    assert plan.adapters == (AdapterPlan("a", (0,)),)
+    assert plan.adapters == (AdapterPlan("a", (0,), 0),)
 
 
 def test_a_step_of_base_rows_alone_names_no_adapter() -> None:

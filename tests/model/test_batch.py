@@ -126,7 +126,7 @@ def test_every_token_goes_to_its_own_place_in_its_own_block(
 
 def test_the_docstring_example_of_the_segments() -> None:
     """Rows 0, 3 use an adapter of pages (5, 9), row 2 one of page (1,), row 1 none."""
-    adapters = (AdapterPlan("x", (5, 9)), AdapterPlan("y", (1,)))
+    adapters = (AdapterPlan("x", (5, 9), 0), AdapterPlan("y", (1,), 1))
     plan = StepPlan(
         1,
         tuple(sequence(i, [i], 0, [i], adapter) for i, adapter in enumerate([0, -1, 1, 0])),
@@ -143,13 +143,13 @@ def test_a_step_without_adapters_has_no_segments() -> None:
 
 def test_all_rows_of_a_prompt_chunk_belong_to_its_adapter() -> None:
     sequences = (sequence(1, [1, 2], 0, [0]), sequence(2, [3, 4, 5], 4, [1], 0), sequence(3, [6], 9, [2], 0))
-    plan = StepPlan(1, sequences, (AdapterPlan("x", (7,)),))
+    plan = StepPlan(1, sequences, (AdapterPlan("x", (7,), 0),))
     batch = make_batch(plan, {"x": frozenset([QKV])})
     assert as_lists(batch.segments[QKV]) == ([2, 3, 4, 5], [0, 4], [7], [0, 1])
 
 
 def test_a_module_is_skipped_for_adapters_that_lack_it_and_absent_if_all_do() -> None:
-    adapters = (AdapterPlan("x", (5, 9)), AdapterPlan("y", (1,)))
+    adapters = (AdapterPlan("x", (5, 9), 0), AdapterPlan("y", (1,), 1))
     plan = StepPlan(1, (sequence(1, [1], 0, [0], 0), sequence(2, [2], 0, [1], 1)), adapters)
     segments = build_segments(plan, [0, 1, 2], {"x": frozenset([QKV, GATE_UP]), "y": frozenset([GATE_UP, O_PROJ])}, CPU)
     assert set(segments) == {QKV, O_PROJ, GATE_UP}
@@ -159,7 +159,7 @@ def test_a_module_is_skipped_for_adapters_that_lack_it_and_absent_if_all_do() ->
 
 
 def test_modules_changed_by_the_same_adapters_share_one_table() -> None:
-    adapters = (AdapterPlan("x", (5,)), AdapterPlan("y", (1,)))
+    adapters = (AdapterPlan("x", (5,), 0), AdapterPlan("y", (1,), 1))
     plan = StepPlan(1, (sequence(1, [1], 0, [0], 0), sequence(2, [2], 0, [1], 1)), adapters)
     modules = {"x": frozenset([QKV, O_PROJ, GATE_UP]), "y": frozenset([QKV, GATE_UP])}
     segments = build_segments(plan, [0, 1, 2], modules, CPU)
@@ -168,7 +168,7 @@ def test_modules_changed_by_the_same_adapters_share_one_table() -> None:
 
 
 def test_an_adapter_that_changes_nothing_is_in_no_segment() -> None:
-    plan = StepPlan(1, (sequence(1, [1], 0, [0], 0),), (AdapterPlan("x", (5,)),))
+    plan = StepPlan(1, (sequence(1, [1], 0, [0], 0),), (AdapterPlan("x", (5,), 0),))
     assert build_segments(plan, [0, 1], {"x": frozenset()}, CPU) == {}
 
 
@@ -181,7 +181,7 @@ def test_every_row_meets_exactly_the_pages_of_its_own_adapter(
     shapes: list[tuple[int, int]], modules: list[frozenset[str]], num_pages: list[int]
 ) -> None:
     pages = iter(range(100))
-    adapters = tuple(AdapterPlan(f"v{i}", tuple(islice(pages, count))) for i, count in enumerate(num_pages))
+    adapters = tuple(AdapterPlan(f"v{i}", tuple(islice(pages, count)), i) for i, count in enumerate(num_pages))
     sequences = tuple(sequence(i, [0] * size, 0, [i], adapter) for i, (adapter, size) in enumerate(shapes))
     plan = StepPlan(1, sequences, adapters)
     fused_modules = {adapter.version: modules[i] for i, adapter in enumerate(adapters)}
