@@ -41,14 +41,21 @@ def make_checkpoint(directory: Path, family: str, seed: int = 0, **overrides: An
 
 
 def make_adapter(directory: Path, checkpoint: Path, seed: int, strength: float = 0.3, **config: Any) -> Path:
-    """Save a random PEFT adapter whose B is not zero. `config` goes to LoraConfig; all-linear rank 8 by default."""
+    """Save a random PEFT adapter in which nothing that PEFT trains has its initial value, but A.
+
+    `config` goes to LoraConfig; all-linear rank 8 by default.
+    """
     torch.manual_seed(seed)
     settings = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **config}
     model = get_peft_model(load(checkpoint), LoraConfig(**settings))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
-                parameter.normal_(0, strength / parameter.shape[1] ** 0.5)
+                parameter.normal_(0, strength / parameter.shape[-1] ** 0.5)
+            elif "magnitude" in name:
+                parameter.mul_(torch.empty_like(parameter).uniform_(0.5, 1.5))
+            elif parameter.requires_grad and "lora_A" not in name:
+                parameter.add_(torch.randn_like(parameter), alpha=strength * float(parameter.std()))
     model.save_pretrained(directory)
     return directory
 

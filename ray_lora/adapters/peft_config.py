@@ -51,6 +51,12 @@ class PeftConfig:
     rank_pattern: tuple[tuple[str, int], ...] = ()
     """(expression, rank) in the order of the file: the first that matches a module wins."""
     alpha_pattern: tuple[tuple[str, float], ...] = ()
+    use_dora: bool = False
+    """Every target's weight is scaled row by row to a trained magnitude."""
+    lora_bias: bool = False
+    """Every target's B has a bias, scaled as B is."""
+    bias: str = "none"
+    """Which biases of the base were trained: `none`, `all`, or those of the targets (`lora_only`)."""
     base_model_name: str | None = None
     """What the trainer called the base model: shown in messages, never trusted."""
 
@@ -139,6 +145,9 @@ def parse_peft_config(config: dict[str, Any]) -> PeftConfig:
         layers_pattern=_names(config, "layers_pattern"),
         rank_pattern=tuple((key, _rank("rank_pattern", value)) for key, value in _mapping(config, "rank_pattern")),
         alpha_pattern=tuple((key, _alpha("alpha_pattern", value)) for key, value in _mapping(config, "alpha_pattern")),
+        use_dora=_flag(config, "use_dora"),
+        lora_bias=_flag(config, "lora_bias"),
+        bias=_bias(config.get("bias", "none")),
         base_model_name=str(config["base_model_name_or_path"]) if config.get("base_model_name_or_path") else None,
     )
     for name in ("layers_to_transform", "layers_pattern"):
@@ -146,6 +155,8 @@ def parse_peft_config(config: dict[str, Any]) -> PeftConfig:
             reject(name, f"{name} cannot be used when target_modules is a string; list the module names")
     if parsed.layers_pattern and config.get("layers_to_transform") is None:
         reject("layers_pattern", "layers_pattern needs layers_to_transform")
+    if parsed.use_dora and parsed.lora_bias:
+        reject("lora_bias", "lora_bias cannot be used with use_dora, in PEFT either")
     parsed.match(())
     return parsed
 
@@ -171,6 +182,12 @@ def _flag(config: dict[str, Any], field: str) -> bool:
     if value is not None and not isinstance(value, bool):
         reject(field, f"{field} must be true or false, not {show(value)}")
     return bool(value)
+
+
+def _bias(value: object) -> str:
+    if not isinstance(value, str) or value not in ("none", "all", "lora_only"):
+        reject("bias", f"bias must be 'none', 'all' or 'lora_only', not {show(value)}")
+    return value
 
 
 def _names(config: dict[str, Any], field: str) -> tuple[str, ...]:

@@ -16,6 +16,9 @@ HONOURED = frozenset(
         "alpha_pattern",
         "layers_to_transform",
         "layers_pattern",
+        "bias",
+        "lora_bias",
+        "use_dora",
     }
 )
 """`peft_config.py` parses these, `peft_targets.py` applies them."""
@@ -60,10 +63,7 @@ _PLAIN_ONLY = "only plain LoRA is supported; train without it, or merge the adap
 REFUSED = {
     "peft_type": Refusal(("LORA",), "only LORA adapters are supported"),
     "task_type": Refusal(("CAUSAL_LM", None), "only CAUSAL_LM adapters are supported"),
-    "bias": Refusal(("none",), "trained biases are not supported; train with bias='none'"),
     "init_lora_weights": Refusal((True, False, None, "gaussian", "eva", "orthogonal", "mica"), _NEW_BASE),
-    "use_dora": Refusal(_OFF, _PLAIN_ONLY),
-    "lora_bias": Refusal(_OFF, "trained biases are not supported; train with lora_bias=False"),
     "modules_to_save": Refusal((None, False, []), "fully trained modules are not supported; train without them"),
     "trainable_token_indices": Refusal((None, False, [], {}), "trained embeddings are not supported; train without"),
     "target_parameters": Refusal((None, False, []), "only nn.Linear modules can be adapted; use target_modules"),

@@ -1,39 +1,49 @@
 """`adapter_model.safetensors` -> `AdapterWeights`: every tensor is used or refused by its name, none is missing."""
 
 import math
-import re
+from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from ray_lora.adapters.peft_config import CONFIG_FILE, PeftConfig, read_peft_config, reject, show
-from ray_lora.adapters.peft_targets import TargetModule, resolve_targets, served_modules
+from ray_lora.adapters.peft_keys import Role, assign_keys, expected_tensors
+from ray_lora.adapters.peft_targets import TargetModule, resolve_targets
 from ray_lora.adapters.store import WEIGHTS_FILE
 from ray_lora.architecture import Architecture
 from ray_lora.config import MAX_RANK
 
 MAX_HEADER_BYTES = 8 << 20
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-# PEFT leaves the adapter's name out of its files; some trainers write the state dict as it is, with `.default`.
-_KEY = re.compile(r"base_model\.model\.(?P<module>[\w.]+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoRAWeight:
-    """One module's change of its base weight: `lora_b @ lora_a`, `[out_features, in_features]`."""
+    """One module's change of its base weight, `lora_b @ lora_a`, and what was trained with it."""
 
     lora_a: torch.Tensor
     """`[rank, in_features]`, in the file's dtype."""
     lora_b: torch.Tensor
     """`[out_features, rank]`, float32, the scale multiplied in."""
+    bias: torch.Tensor | None = None
+    """Of `lora_bias`: `[out_features]`, float32, the scale multiplied in."""
+    magnitude: torch.Tensor | None = None
+    """Of DoRA: `[out_features]`, float32; the norm that each row of the changed weight is brought to."""
 
     @property
     def rank(self) -> int:
         return self.lora_a.shape[0]
+
+
+class OutputChange(NamedTuple):
+    """One module's output becomes `scale * (base and its bias + delta) + shift`; both `[out_features]`, float32."""
+
+    scale: torch.Tensor
+    shift: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,6 +54,10 @@ class AdapterWeights:
     """By layer and projection, e.g. `(0, "self_attn.q_proj")`, in the order they run."""
     num_bytes: int
     """Size of the tensors in the file."""
+    base_biases: Mapping[tuple[int, str], torch.Tensor] = field(default_factory=dict)
+    """Biases `[out_features]` that replace the base's, float32, of any module of the base."""
+    outputs: Mapping[tuple[int, str], OutputChange] = field(default_factory=dict)
+    """What all of these do to a module's output besides adding the low-rank delta; see `change_outputs`."""
 
     @property
     def rank(self) -> int:
@@ -61,27 +75,24 @@ def read_weights(directory: Path, arch: Architecture, max_lora_rank: int) -> Ada
     config = read_peft_config(directory)
     targets = resolve_targets(config, arch)
     _check_ranks(config, targets, max_lora_rank)
+    expected = expected_tensors(config, targets, arch)
     file = directory / WEIGHTS_FILE
     try:
         _check_header_length(file)
         with safe_open(file, framework="pt") as tensors:
-            keys = _assign_keys(list(tensors.keys()), targets, arch)
-            num_bytes = 0
-            for target, key_a, key_b in keys:
-                a_shape = [target.rank, target.projection.in_features]
-                b_shape = [target.projection.out_features, target.rank]
-                num_bytes += _check_tensor(tensors, key_a, a_shape, config) + _check_tensor(
-                    tensors, key_b, b_shape, config
-                )
-            modules = {
-                (target.layer, target.projection.name): LoRAWeight(
-                    _read_tensor(tensors, key_a).clone(), _scale(target, _read_tensor(tensors, key_b))
-                )
-                for target, key_a, key_b in keys
-            }
+            keys = assign_keys(tensors.keys(), expected, arch)
+            num_bytes = sum(_check_tensor(tensors, key, list(tensor.shape), config) for tensor, key in keys)
+            read: dict[tuple[int, str], dict[Role, torch.Tensor]] = defaultdict(dict)
+            for tensor, key in keys:
+                read[tensor.layer, tensor.projection.name][tensor.role] = _read_tensor(tensors, key).clone()
     except (SafetensorError, OSError, ValueError) as error:
         reject(WEIGHTS_FILE, f"{WEIGHTS_FILE} is truncated or damaged: {show(str(error))}")
-    return AdapterWeights(modules, num_bytes)
+    modules = {(target.layer, target.projection.name): target for target in targets}
+    return AdapterWeights(
+        {module: _lora_weight(target, read[module]) for module, target in modules.items()},
+        num_bytes,
+        {module: parts["base_bias"].float() for module, parts in read.items() if "base_bias" in parts},
+    )
 
 
 def _check_ranks(config: PeftConfig, targets: tuple[TargetModule, ...], max_lora_rank: int) -> None:
@@ -102,41 +113,6 @@ def _check_header_length(file: Path) -> None:
     length = int.from_bytes(prefix, "little")
     if len(prefix) < 8 or length > MAX_HEADER_BYTES:
         raise ValueError(f"its header claims {length} bytes")
-
-
-def _assign_keys(
-    keys: list[str], targets: tuple[TargetModule, ...], arch: Architecture
-) -> list[tuple[TargetModule, str, str]]:
-    """The targets, each with the keys of its A and its B; no key is left over and none is missing."""
-    selected = {target.name for target in targets}
-    served = served_modules(arch)
-    assigned: dict[tuple[str, str], str] = {}
-    for key in sorted(keys):
-        match = _KEY.fullmatch(key)
-        if match is None:
-            reject(
-                key,
-                f"tensor {show(key)} is not supported: only base_model.model.<module>.lora_A.weight and lora_B.weight "
-                "are; save without embeddings (save_embedding_layers=False), biases and other trained parameters",
-            )
-        module, side = match["module"], match["side"]
-        if module not in served:
-            reject(
-                key,
-                f"tensor {show(key)} adapts {show(module)}, which is not served: this base model has {arch.num_layers} "
-                f"layers of {', '.join(projection.name for projection in arch.projections)}",
-            )
-        if module not in selected:
-            reject(key, f"tensor {show(key)} is for a module that target_modules and its like do not select")
-        if (module, side) in assigned:
-            reject(key, f"tensor {show(key)} is there twice, also as {show(assigned[module, side])}")
-        assigned[module, side] = key
-    for target in targets:
-        for side in "AB":
-            if (target.name, side) not in assigned:
-                missing = f"base_model.model.{target.name}.lora_{side}.weight"
-                reject(missing, f"tensor {missing!r} is missing, though target_modules selects its module")
-    return [(target, assigned[target.name, "A"], assigned[target.name, "B"]) for target in targets]
 
 
 def _check_tensor(tensors: Any, key: str, expected: list[int], config: PeftConfig) -> int:
@@ -163,9 +139,18 @@ def _read_tensor(tensors: Any, key: str) -> torch.Tensor:
     return tensor
 
 
-def _scale(target: TargetModule, lora_b: torch.Tensor) -> torch.Tensor:
-    """Multiply the scale into B, once and in float32."""
-    scaled = lora_b.to(torch.float32) * target.scale
+def _lora_weight(target: TargetModule, parts: Mapping[Role, torch.Tensor]) -> LoRAWeight:
+    return LoRAWeight(
+        parts["lora_a"],
+        _scale(target, parts["lora_b"]),
+        _scale(target, parts["lora_bias"]) if "lora_bias" in parts else None,
+        parts["magnitude"].float() if "magnitude" in parts else None,
+    )
+
+
+def _scale(target: TargetModule, tensor: torch.Tensor) -> torch.Tensor:
+    """Multiply the scale in, once and in float32."""
+    scaled = tensor.to(torch.float32) * target.scale
     if not torch.isfinite(scaled).all():
         reject("lora_alpha", f"lora_alpha scales {target.name} by {target.scale:g}, beyond the range of float32")
     return scaled

@@ -7,9 +7,11 @@ their inspection at once, so the weights of the last few inspections are kept un
 import os
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 
 from ray_lora.adapter import AdapterManifest
+from ray_lora.adapters.output_change import BaseLayers, change_outputs
 from ray_lora.adapters.peft_weights import AdapterWeights, read_weights
 from ray_lora.adapters.store import AdapterStore
 from ray_lora.architecture import Architecture
@@ -25,12 +27,16 @@ class AdapterReader:
         arch: the base model, which every tensor must fit.
         store: where the private copies are kept.
         max_lora_rank: adapters of a larger rank are refused.
+        open_base: the base model's weights, read only for adapters whose effect depends on them.
     """
 
-    def __init__(self, arch: Architecture, store: AdapterStore, max_lora_rank: int) -> None:
+    def __init__(
+        self, arch: Architecture, store: AdapterStore, max_lora_rank: int, open_base: Callable[[], BaseLayers]
+    ) -> None:
         self.arch = arch
         self.store = store
         self.max_lora_rank = max_lora_rank
+        self.open_base = open_base
         self._lock = threading.Lock()
         self._kept: OrderedDict[str, AdapterWeights] = OrderedDict()
 
@@ -48,10 +54,10 @@ class AdapterReader:
         checked: list[AdapterWeights] = []
         path = self.store.add(
             Path(os.path.expanduser(source)),
-            check=lambda copy: checked.append(read_weights(copy, self.arch, self.max_lora_rank)),
+            check=lambda copy: checked.append(self._read(copy)),
         )
         (weights,) = checked
-        changed = {projection for _, projection in weights.modules}
+        changed = {projection for _, projection in (*weights.modules, *weights.outputs)}
         self._keep(path.name, weights)
         return AdapterManifest(
             version=path.name,
@@ -70,7 +76,10 @@ class AdapterReader:
         """
         with self._lock:
             kept = self._kept.pop(manifest.version, None)
-        return kept or read_weights(Path(manifest.path), self.arch, self.max_lora_rank)
+        return kept or self._read(Path(manifest.path))
+
+    def _read(self, directory: Path) -> AdapterWeights:
+        return change_outputs(read_weights(directory, self.arch, self.max_lora_rank), self.arch, self.open_base)
 
     def _keep(self, version: str, weights: AdapterWeights) -> None:
         with self._lock:

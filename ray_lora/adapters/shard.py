@@ -3,6 +3,9 @@
 Column-parallel projections: A whole, B cut with the outputs. Row-parallel: A cut with the inputs, B whole. For each
 module the flat tensor holds A `[rank, in]` and then B transposed `[rank, out]`, so a page of 16 ranks is 16 adjacent
 rows of each. The scale is in B, rounded once from float32.
+
+Changes of outputs are cut with the outputs and stay float32. Ranks of a row-parallel module add up their parts, so all
+of them scale theirs, and rank 0 alone shifts.
 """
 
 import hashlib
@@ -12,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from ray_lora.adapters.peft_config import reject
-from ray_lora.adapters.peft_weights import AdapterWeights
+from ray_lora.adapters.peft_weights import AdapterWeights, OutputChange
 from ray_lora.architecture import Architecture
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -40,6 +43,20 @@ class ShardEntry(NamedTuple):
         return self.b_offset + self.rank * self.out_features
 
 
+class OutputEntry(NamedTuple):
+    """One changed output's place in the flat float32 tensor: the scale from `offset` on, then the shift."""
+
+    layer: int
+    projection: str
+    out_features: int
+    """Of this shard."""
+    offset: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + 2 * self.out_features
+
+
 @dataclass(frozen=True, slots=True)
 class ShardHeader:
     """All of a shard but its numbers: small, and safe to pickle."""
@@ -48,49 +65,57 @@ class ShardHeader:
     dtype: str
     """`float32`, `bfloat16` or `float16`."""
     entries: tuple[ShardEntry, ...]
+    """In the order the modules run, as are `outputs`."""
+    outputs: tuple[OutputEntry, ...] = ()
 
     @property
-    def num_elements(self) -> int:
-        return self.entries[-1].end
+    def data_bytes(self) -> int:
+        return self.entries[-1].end * DTYPES[self.dtype].itemsize
+
+    @property
+    def outputs_start(self) -> int:
+        """Where the changes of outputs begin, in bytes: after A and B, where a float32 may lie."""
+        return -(-self.data_bytes // 4) * 4
 
     @property
     def num_bytes(self) -> int:
         """Length of the flat uint8 tensor that goes with this header."""
-        return self.num_elements * DTYPES[self.dtype].itemsize
+        return self.outputs_start + 4 * self.outputs[-1].end if self.outputs else self.data_bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdapterShard:
-    """What one rank holds of one version of an adapter, in host memory."""
+    """What one rank holds of one version of an adapter, in host memory.
 
-    version: str
-    entries: tuple[ShardEntry, ...]
-    """In the order the modules run."""
-    data: torch.Tensor
-    """Flat, contiguous, on the CPU, in the pool's dtype."""
+    Raises:
+        ValueError: the payload is not the one of this header.
+    """
+
+    header: ShardHeader
+    payload: torch.Tensor
+    """Flat uint8, contiguous, on the CPU: all numbers, as they are sent."""
+
+    def __post_init__(self) -> None:
+        payload, num_bytes = self.payload, self.header.num_bytes
+        if payload.dtype != torch.uint8 or tuple(payload.shape) != (num_bytes,):
+            raise ValueError(f"payload is {payload.dtype} {list(payload.shape)}, not uint8 [{num_bytes}]")
 
     @property
-    def num_bytes(self) -> int:
-        return self.data.nbytes
+    def version(self) -> str:
+        return self.header.version
 
     @property
-    def payload(self) -> torch.Tensor:
-        """`data` as flat uint8, for sending; a view."""
-        return self.data.view(torch.uint8)
+    def entries(self) -> tuple[ShardEntry, ...]:
+        return self.header.entries
 
-    def header(self) -> ShardHeader:
-        return ShardHeader(self.version, str(self.data.dtype).removeprefix("torch."), self.entries)
+    @property
+    def outputs(self) -> tuple[OutputEntry, ...]:
+        return self.header.outputs
 
-    @classmethod
-    def from_header(cls, header: ShardHeader, payload: torch.Tensor) -> "AdapterShard":
-        """Put a shard together from what was sent; it keeps `payload` (flat uint8) as its memory.
-
-        Raises:
-            ValueError: the payload is not the one of this header.
-        """
-        if payload.dtype != torch.uint8 or tuple(payload.shape) != (header.num_bytes,):
-            raise ValueError(f"payload is {payload.dtype} {list(payload.shape)}, not uint8 [{header.num_bytes}]")
-        return cls(header.version, header.entries, payload.view(DTYPES[header.dtype]))
+    @property
+    def data(self) -> torch.Tensor:
+        """A and B of all modules, flat, in the pool's dtype; a view."""
+        return self.payload[: self.header.data_bytes].view(DTYPES[self.header.dtype])
 
     def lora_a(self, entry: ShardEntry) -> torch.Tensor:
         """A, `[rank, in_features]`; a view."""
@@ -100,18 +125,31 @@ class AdapterShard:
         """B transposed, `[rank, out_features]`, the scale multiplied in; a view."""
         return self.data[entry.b_offset : entry.end].view(entry.rank, entry.out_features)
 
+    def output_change(self, entry: OutputEntry) -> OutputChange:
+        """Scale and shift, each `[out_features]`, float32; views."""
+        floats = self.payload[self.header.outputs_start :].view(torch.float32)
+        middle = entry.offset + entry.out_features
+        return OutputChange(floats[entry.offset : middle], floats[middle : entry.end])
+
     def digest(self) -> str:
         """SHA-256, in hex, over the header and every byte: equal digests mean equal shards."""
-        digest = hashlib.sha256(repr(self.header()).encode())
+        digest = hashlib.sha256(repr(self.header).encode())
         digest.update(self.payload.numpy().data)
         return digest.hexdigest()
 
     def fused_modules(self, arch: Architecture) -> frozenset[str]:
         """Names of the fused linears that change in at least one layer; the others need no LoRA launch."""
-        touched = {entry.projection for entry in self.entries}
-        return frozenset(
-            fused.name for fused in arch.fused_linears if any(part.name in touched for part in fused.slices)
-        )
+        return _fused({entry.projection for entry in self.entries}, arch)
+
+    def output_modules(self, arch: Architecture) -> frozenset[str]:
+        """Names of the fused linears whose outputs change, beyond the delta, in at least one layer."""
+        return _fused({entry.projection for entry in self.outputs}, arch)
+
+
+def _fused(projections: set[str], arch: Architecture) -> frozenset[str]:
+    return frozenset(
+        fused.name for fused in arch.fused_linears if any(part.name in projections for part in fused.slices)
+    )
 
 
 def shard_weights(
@@ -134,11 +172,24 @@ def shard_weights(
         entries.append(ShardEntry(layer, projection, weight.rank, lora_a.shape[1], lora_b.shape[0], offset))
         parts.append((lora_a, lora_b))
         offset = entries[-1].end
-    shard = AdapterShard(version, tuple(entries), torch.empty(offset, dtype=dtype))
+    outputs: list[OutputEntry] = []
+    changes: list[OutputChange] = []
+    for (layer, projection), (scale, shift) in weights.outputs.items():
+        if styles[projection] == "column":
+            scale, shift = scale[cuts[projection]], shift[cuts[projection]]
+        elif rank != 0:
+            shift = torch.zeros_like(shift)
+        outputs.append(OutputEntry(layer, projection, scale.shape[0], outputs[-1].end if outputs else 0))
+        changes.append(OutputChange(scale, shift))
+    header = ShardHeader(version, str(dtype).removeprefix("torch."), tuple(entries), tuple(outputs))
+    shard = AdapterShard(header, torch.zeros(header.num_bytes, dtype=torch.uint8))
     for entry, (lora_a, lora_b) in zip(entries, parts, strict=True):
         shard.lora_a(entry).copy_(lora_a)
         shard.lora_b_t(entry).copy_(lora_b.T)
         if not torch.isfinite(shard.data[entry.offset : entry.end]).all():
             module = f"model.layers.{entry.layer}.{entry.projection}"
             reject(module, f"{module} has values beyond the range of {dtype}; set lora_dtype to bfloat16 or float32")
+    for output, change in zip(outputs, changes, strict=True):
+        for target, source in zip(shard.output_change(output), change, strict=True):
+            target.copy_(source)
     return shard

@@ -11,6 +11,7 @@ from ray_lora.ops.attention import (
 )
 from ray_lora.ops.elementwise import add_rms_norm_reference_, silu_and_mul_reference
 from ray_lora.ops.lora import Segments, add_lora_reference_
+from ray_lora.ops.scale_shift import SlotRows, scale_shift_reference_
 
 
 class Linear:
@@ -84,3 +85,6 @@ class Backend:
         self, y: Tensor, x: Tensor, pool_a: Tensor, pool_b: Tensor, slices: tuple[int, ...], segments: Segments
     ) -> None:
         add_lora_reference_(y, x, pool_a, pool_b, slices, segments)
+
+    def scale_shift_(self, y: Tensor, scale: Tensor, shift: Tensor, members: SlotRows) -> None:
+        scale_shift_reference_(y, scale, shift, members)

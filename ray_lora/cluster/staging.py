@@ -78,7 +78,7 @@ class AdapterStaging:
         else:
             assert buffer is not None, "agreed without a buffer"
             dist.recv(buffer, src=0, group=self._group)
-            shard = AdapterShard.from_header(offer.headers[self._rank], buffer)
+            shard = AdapterShard(offer.headers[self._rank], buffer)
         self._agree(self._verify(shard, offer.digests[self._rank]))
         return shard
 
@@ -133,4 +133,4 @@ class AdapterStaging:
 def _offer(shards: list[AdapterShard] | RayLoraError) -> Offer:
     if isinstance(shards, RayLoraError):
         return Offer(error=shards)
-    return Offer(tuple(shard.header() for shard in shards), tuple(shard.digest() for shard in shards))
+    return Offer(tuple(shard.header for shard in shards), tuple(shard.digest() for shard in shards))

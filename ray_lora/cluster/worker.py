@@ -63,7 +63,7 @@ class Worker:
         self._reader: AdapterReader | None = None
         if rank == 0:
             store = AdapterStore(Path(config.adapter_store_dir))
-            self._reader = AdapterReader(self._runner.arch, store, config.max_lora_rank)
+            self._reader = AdapterReader(self._runner.arch, store, config.max_lora_rank, self._runner.open_checkpoint)
         self._staging = AdapterStaging(
             self._runner.arch, self._runner.adapter_dtype, rank, size, adapter_group, self._reader, self.make_digest
         )

@@ -1,4 +1,7 @@
-"""The device's adapter pages, 16 ranks each. Holds tensors, decides nothing; `AdapterManager` hands out the ids."""
+"""The device's adapter pages, 16 ranks each, and a slot of vectors for each adapter.
+
+Holds tensors, decides nothing; `AdapterManager` hands out the ids.
+"""
 
 from dataclasses import dataclass
 
@@ -8,11 +11,12 @@ from torch import Tensor
 from ray_lora.adapter import PAGE_RANK
 from ray_lora.adapters.shard import AdapterShard
 from ray_lora.architecture import Architecture
+from ray_lora.step import AdapterPlan
 
 
 @dataclass(frozen=True, slots=True)
 class FusedPages:
-    """The pages of one fused linear, for all layers of this rank."""
+    """The pages and slots of one fused linear, for all layers of this rank."""
 
     a: Tensor
     """[num_layers, num_pages, num_slices, 16, in_features]"""
@@ -20,15 +24,24 @@ class FusedPages:
     """[num_layers, num_pages, 16, out_features], the scale folded in"""
     slices: tuple[int, ...]
     """Column offsets of the slices in `out_features`, from 0 to the end."""
+    scale: Tensor
+    shift: Tensor
+    """[num_layers, num_slots, out_features] float32; only the slots of adapters that change this output are read."""
 
 
 class AdapterPool:
-    """Pages of every fused linear, allocated once; ranks past an adapter's own are zero."""
+    """Pages and slots of every fused linear, allocated once; ranks past an adapter's own are zero."""
 
     def __init__(
-        self, arch: Architecture, rank: int, tp_size: int, num_pages: int, dtype: torch.dtype, device: torch.device
+        self,
+        arch: Architecture,
+        rank: int,
+        tp_size: int,
+        num_pages: int,
+        num_slots: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
-        self.num_pages = num_pages
         self.fused: dict[str, FusedPages] = {}
         self._places: dict[str, tuple[str, int]] = {}
         for fused in arch.fused_linears:
@@ -43,14 +56,19 @@ class AdapterPool:
             in_features = part.stop - part.start if first.style == "row" else first.in_features
             shape_a = (arch.num_layers, num_pages, len(fused.slices), PAGE_RANK, in_features)
             shape_b = (arch.num_layers, num_pages, PAGE_RANK, offsets[-1])
+            shape_outputs = (arch.num_layers, num_slots, offsets[-1])
             self.fused[fused.name] = FusedPages(
                 torch.zeros(shape_a, dtype=dtype, device=device),
                 torch.zeros(shape_b, dtype=dtype, device=device),
                 tuple(offsets),
+                torch.zeros(shape_outputs, device=device),
+                torch.zeros(shape_outputs, device=device),
             )
 
-    def write(self, pages: tuple[int, ...], shard: AdapterShard) -> None:
-        """Put an adapter into its pages; whatever they held before is gone."""
+    def write(self, adapter: AdapterPlan, shard: AdapterShard) -> None:
+        """Put an adapter into its pages and its slot; whatever they held before is gone."""
+        self._write_outputs(adapter.slot, shard)
+        pages = adapter.pages
         for fused in self.fused.values():
             for page in pages:
                 fused.a[:, page].zero_()
@@ -64,3 +82,14 @@ class AdapterPool:
                 num_ranks = min(PAGE_RANK, entry.rank - first)
                 fused.a[entry.layer, page, index, :num_ranks] = lora_a[first : first + num_ranks]
                 fused.b[entry.layer, page, :num_ranks, columns] = lora_b_t[first : first + num_ranks]
+
+    def _write_outputs(self, slot: int, shard: AdapterShard) -> None:
+        for name in {self._places[entry.projection][0] for entry in shard.outputs}:
+            self.fused[name].scale[:, slot].fill_(1)
+            self.fused[name].shift[:, slot].zero_()
+        for entry in shard.outputs:
+            name, index = self._places[entry.projection]
+            fused, change = self.fused[name], shard.output_change(entry)
+            columns = slice(fused.slices[index], fused.slices[index + 1])
+            fused.scale[entry.layer, slot, columns] = change.scale
+            fused.shift[entry.layer, slot, columns] = change.shift

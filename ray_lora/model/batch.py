@@ -10,6 +10,7 @@ from torch import Tensor
 from ray_lora.model.rotary import RotaryTables
 from ray_lora.ops.attention import AttentionTables
 from ray_lora.ops.lora import Segments
+from ray_lora.ops.scale_shift import SlotRows
 from ray_lora.step import StepPlan
 
 
@@ -25,6 +26,8 @@ class Batch:
     """Rotary tables that `tables.positions` points into."""
     segments: Mapping[str, Segments]
     """By fused linear; one that no adapter of this step changes is absent, and so is everything in a base-only step."""
+    outputs: Mapping[str, SlotRows]
+    """By fused linear whose output changes beyond the delta; empty unless an adapter of this step has such a change."""
 
 
 def build_batch(
@@ -33,6 +36,7 @@ def build_batch(
     rotary: RotaryTables,
     prompt_len: Callable[[int], int],
     fused_modules: Mapping[str, frozenset[str]],
+    output_modules: Mapping[str, frozenset[str]],
     device: torch.device,
 ) -> Batch:
     """Lay out a plan's tokens one sequence after another.
@@ -40,6 +44,7 @@ def build_batch(
     Args:
         prompt_len: tokens in a request's prompt, by request id; asked only where rotary frequencies depend on it.
         fused_modules: by adapter version, the fused linears that it changes.
+        output_modules: by adapter version, those whose outputs it scales or shifts; one without any may be absent.
     """
     token_ids: list[int] = []
     positions: list[int] = []
@@ -75,6 +80,7 @@ def build_batch(
         cos,
         sin,
         build_segments(plan, query_starts, fused_modules, device),
+        build_slot_rows(plan, query_starts, output_modules, device),
     )
 
 
@@ -82,10 +88,7 @@ def build_segments(
     plan: StepPlan, query_starts: list[int], fused_modules: Mapping[str, frozenset[str]], device: torch.device
 ) -> dict[str, Segments]:
     """Which rows each adapter of the plan changes, for every fused linear that at least one of them changes."""
-    rows: list[list[int]] = [[] for _ in plan.adapters]
-    for index, sequence in enumerate(plan.sequences):
-        if sequence.adapter >= 0:
-            rows[sequence.adapter].extend(range(query_starts[index], query_starts[index + 1]))
+    rows = _rows_by_adapter(plan, query_starts)
     touched = [fused_modules[adapter.version] for adapter in plan.adapters]
     built: dict[tuple[int, ...], Segments] = {}
     segments: dict[str, Segments] = {}
@@ -97,6 +100,32 @@ def build_segments(
             )
         segments[name] = built[members]
     return segments
+
+
+def build_slot_rows(
+    plan: StepPlan, query_starts: list[int], output_modules: Mapping[str, frozenset[str]], device: torch.device
+) -> dict[str, SlotRows]:
+    """Which rows have their outputs scaled and shifted, and from which slot, by fused linear."""
+    touched = [output_modules.get(adapter.version, frozenset()) for adapter in plan.adapters]
+    names = frozenset[str]().union(*touched)
+    if not names:
+        return {}
+    rows = _rows_by_adapter(plan, query_starts)
+    built: dict[str, SlotRows] = {}
+    for name in sorted(names):
+        members = [index for index, touches in enumerate(touched) if name in touches]
+        row_ids = [row for index in members for row in rows[index]]
+        slots = [plan.adapters[index].slot for index in members for _ in rows[index]]
+        built[name] = SlotRows(torch.tensor(row_ids).to(device), torch.tensor(slots).to(device))
+    return built
+
+
+def _rows_by_adapter(plan: StepPlan, query_starts: list[int]) -> list[list[int]]:
+    rows: list[list[int]] = [[] for _ in plan.adapters]
+    for index, sequence in enumerate(plan.sequences):
+        if sequence.adapter >= 0:
+            rows[sequence.adapter].extend(range(query_starts[index], query_starts[index + 1]))
+    return rows
 
 
 def _segments(rows: Iterable[list[int]], pages: Iterable[tuple[int, ...]], device: torch.device) -> Segments:

@@ -92,10 +92,10 @@ class DecoderLayer:
 
 
 class LoRALinear:
-    """A rank's part of a fused linear layer, plus the delta of every adapter in the batch.
+    """A rank's part of a fused linear layer, plus the delta of every adapter in the batch, then scaled and shifted.
 
     Column-parallel: A whole, B cut with the outputs. Row-parallel: A cut with the inputs, B whole, and the delta joins
-    the base's partial sum before the caller's all-reduce.
+    the base's partial sum before the caller's all-reduce; so do scale and shift, for both are linear.
     """
 
     def __init__(
@@ -110,17 +110,21 @@ class LoRALinear:
         weight, bias = checkpoint.fused_linear(layer, fused, parallel.rank, parallel.size)
         device = backend.device
         self._name = fused.name
-        self._add_lora_ = backend.add_lora_
+        self._add_lora_, self._scale_shift_ = backend.add_lora_, backend.scale_shift_
         self._base = backend.linear(weight.to(device), None if bias is None else bias.to(device))
         if pool is not None:
             pages = pool.fused[fused.name]
             self._pool_a, self._pool_b, self._slices = pages.a[layer], pages.b[layer], pages.slices
+            self._scale, self._shift = pages.scale[layer], pages.shift[layer]
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         y = self._base(x)
         segments = batch.segments.get(self._name)
         if segments is not None:
             self._add_lora_(y, x, self._pool_a, self._pool_b, self._slices, segments)
+        members = batch.outputs.get(self._name)
+        if members is not None:
+            self._scale_shift_(y, self._scale, self._shift, members)
         return y
 
 

@@ -1,6 +1,7 @@
 """One rank: its part of the model, its caches, and the execution of plans."""
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -41,15 +42,25 @@ class ModelRunner:
         self._rotary = RotaryTables(arch, self.info.max_model_len, backend.device)
         cache = KVCache(arch, parallel.size, self.info.num_kv_blocks, config.block_size, dtype, backend)
         self._pool = (
-            AdapterPool(arch, parallel.rank, parallel.size, config.num_lora_pages, self.adapter_dtype, backend.device)
+            AdapterPool(
+                arch,
+                parallel.rank,
+                parallel.size,
+                config.num_lora_pages,
+                config.max_loras,
+                self.adapter_dtype,
+                backend.device,
+            )
             if config.num_lora_pages
             else None
         )
-        self._decoder = Decoder(arch, Checkpoint(config.model_path, arch, dtype), cache, self._pool, parallel, backend)
+        self.open_checkpoint = partial(Checkpoint, config.model_path, arch, dtype)
+        self._decoder = Decoder(arch, self.open_checkpoint(), cache, self._pool, parallel, backend)
         backend.release_unused_memory()
         self._sampler = Sampler()
         self._staged: dict[str, AdapterShard] = {}
         self._fused_modules: dict[str, frozenset[str]] = {}
+        self._output_modules: dict[str, frozenset[str]] = {}
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult | None:
@@ -60,21 +71,30 @@ class ModelRunner:
             self._sampler.start(start)
         for adapter in plan.page_ins:
             assert self._pool is not None, "a plan pages in an adapter, but LoRA is off"
-            self._pool.write(adapter.pages, self._staged[adapter.version])
+            self._pool.write(adapter, self._staged[adapter.version])
         batch = build_batch(
-            plan, self._block_size, self._rotary, self._prompt_len, self._fused_modules, self._backend.device
+            plan,
+            self._block_size,
+            self._rotary,
+            self._prompt_len,
+            self._fused_modules,
+            self._output_modules,
+            self._backend.device,
         )
         return self._finish(plan, batch, self._decoder.forward(batch))
 
     def stage(self, shard: AdapterShard) -> None:
         """Keep this rank's part of an adapter in host memory, from where plans page it in."""
         self._fused_modules[shard.version] = shard.fused_modules(self.arch)
+        if shard.outputs:
+            self._output_modules[shard.version] = shard.output_modules(self.arch)
         self._staged[shard.version] = shard
 
     def drop(self, version: str) -> None:
         """Free a staged adapter, if there is one of that version."""
         self._staged.pop(version, None)
         self._fused_modules.pop(version, None)
+        self._output_modules.pop(version, None)
 
     @property
     def staged_versions(self) -> frozenset[str]:

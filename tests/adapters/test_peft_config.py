@@ -48,8 +48,6 @@ REFUSED_VALUES = [
     ("peft_type", "ADALORA"),
     ("peft_type", None),
     ("task_type", "SEQ_CLS"),
-    ("bias", "all"),
-    ("bias", "lora_only"),
     ("init_lora_weights", "pissa"),
     ("init_lora_weights", "pissa_niter_16"),
     ("init_lora_weights", "olora"),
@@ -57,8 +55,6 @@ REFUSED_VALUES = [
     ("init_lora_weights", "loftq"),
     ("init_lora_weights", "lora_ga"),
     ("init_lora_weights", "of tomorrow"),
-    ("use_dora", True),
-    ("lora_bias", True),
     ("modules_to_save", ["lm_head"]),
     ("trainable_token_indices", [1, 2]),
     ("trainable_token_indices", {"embed_tokens": [1]}),
@@ -113,7 +109,8 @@ def test_a_rejection_can_be_encoded_whatever_the_file_says() -> None:
     [
         *[("r", value) for value in ("8", 8.0, True, None, 0, -1, 513, 10**400, [8])],
         *[("lora_alpha", value) for value in ("16", None, True, math.nan, math.inf, 10**400, [16])],
-        *[("use_rslora", value) for value in (1, "true", [])],
+        *[(field, value) for field in ("use_rslora", "use_dora", "lora_bias") for value in (1, "true", [])],
+        *[("bias", value) for value in (None, True, "boft_only", ["all"])],
         *[("target_modules", value) for value in (3, {"q_proj": 1}, ["q_proj", 3], "(", "*")],
         *[("exclude_modules", value) for value in (3, {}, [None], "[")],
         *[("rank_pattern", value) for value in ([], "x", {"q_proj": 0}, {"q_proj": "8"}, {"q_proj": 513}, {"(": 8})],
@@ -123,6 +120,15 @@ def test_a_rejection_can_be_encoded_whatever_the_file_says() -> None:
 )
 def test_values_of_the_wrong_type_or_range_are_refused_by_name(field: str, value: object) -> None:
     assert rejected(**{field: value}) == field
+
+
+def test_a_bias_of_b_beside_dora_is_refused_as_peft_refuses_it() -> None:
+    assert rejected(use_dora=True, lora_bias=True) == "lora_bias"
+
+
+def test_kinds_of_training_are_part_of_the_meaning() -> None:
+    kinds = [{}, {"use_dora": True}, {"lora_bias": True}, {"bias": "all"}, {"bias": "lora_only"}]
+    assert len({parse(**fields).canonical() for fields in kinds}) == len(kinds)
 
 
 def test_layer_fields_are_refused_where_peft_refuses_them() -> None:

@@ -61,6 +61,7 @@ def assert_equal_to_peft(weights: AdapterWeights, model: Any) -> None:
         {"init_lora_weights": "orthogonal", "lora_alpha": 3, "r": 6},
         {"init_lora_weights": "mica"},
         {"init_lora_weights": "gaussian", "lora_dropout": 0.5},
+        {"use_dora": True, "target_modules": ["q_proj", "down_proj"]},
     ],
     ids=str,
 )
@@ -102,17 +103,26 @@ def test_weights_outlive_their_files(adapter_dir: Path, arch: Architecture) -> N
     assert torch.equal(weights.modules[1, "mlp.down_proj"].lora_a, before)
 
 
-def test_keys_with_the_default_adapter_name_are_accepted(adapter_dir: Path, arch: Architecture) -> None:
+MAGNITUDE_NAMES = ("lora_magnitude_vector", "lora_magnitude_vector.default", "lora_magnitude_vector.default.weight")
+
+
+@pytest.mark.parametrize("magnitude", MAGNITUDE_NAMES)
+def test_keys_with_the_default_adapter_name_are_accepted(magnitude: str, adapter_dir: Path, arch: Architecture) -> None:
     expected = read_weights(adapter_dir, arch, 64)
 
     def rename(tensors: Tensors) -> None:
         for key in list(tensors):
             tensors[key.replace(".weight", ".default.weight")] = tensors.pop(key)
+        tensors.update(
+            {f"{PREFIX}{name}.{magnitude}": torch.ones(64) for name in ("self_attn.q_proj", "mlp.down_proj")}
+        )
 
+    edit_config(adapter_dir, use_dora=True)
     edit_tensors(adapter_dir, rename)
     weights = read_weights(adapter_dir, arch, 64)
     for module, weight in expected.modules.items():
         assert torch.equal(weights.modules[module].lora_b, weight.lora_b)
+        assert torch.equal(weights.modules[module].magnitude, torch.ones(64))
 
 
 def put(key: str, value: torch.Tensor | None = None) -> Callable[[Path], None]:
@@ -183,8 +193,17 @@ BAD_ADAPTERS: dict[str, tuple[Callable[[Path], None], str]] = {
         "base_model.model.model.embed_tokens.lora_embedding_A",
     ),
     "saved head": (put("base_model.model.lm_head.weight"), "base_model.model.lm_head.weight"),
-    "DoRA": (put(f"{PREFIX}self_attn.q_proj.lora_magnitude_vector"), f"{PREFIX}self_attn.q_proj.lora_magnitude_vector"),
-    "bias": (put(f"{PREFIX}self_attn.q_proj.lora_B.bias"), f"{PREFIX}self_attn.q_proj.lora_B.bias"),
+    "DoRA without use_dora": (
+        put(f"{PREFIX}self_attn.q_proj.lora_magnitude_vector"),
+        f"{PREFIX}self_attn.q_proj.lora_magnitude_vector",
+    ),
+    "a bias without lora_bias": (put(Q_B.replace("weight", "bias")), Q_B.replace("weight", "bias")),
+    "no magnitude": (config(use_dora=True), f"{PREFIX}self_attn.q_proj.lora_magnitude_vector"),
+    "no bias of B": (config(lora_bias=True), Q_B.replace("weight", "bias")),
+    "a bias that the base lacks": (
+        lambda directory: [edit(directory) for edit in (config(bias="all"), put(f"{PREFIX}self_attn.q_proj.bias"))],
+        f"{PREFIX}self_attn.q_proj.bias",
+    ),
 }
 
 

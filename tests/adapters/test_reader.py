@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ray_lora.adapters import reader as reader_module
+from ray_lora.adapters.output_change import BaseLayers
 from ray_lora.adapters.peft_weights import AdapterWeights
 from ray_lora.adapters.reader import AdapterReader
 from ray_lora.adapters.store import AdapterStore
@@ -17,9 +18,13 @@ from ray_lora.architecture import Architecture
 from ray_lora.errors import AdapterRejectedError, InvalidRequestError, NotFoundError
 
 
+def no_base() -> BaseLayers:
+    raise AssertionError("opened the base for a plain adapter")
+
+
 @pytest.fixture
 def reader(tmp_path: Path, arch: Architecture) -> AdapterReader:
-    return AdapterReader(arch, AdapterStore(tmp_path / "store"), max_lora_rank=64)
+    return AdapterReader(arch, AdapterStore(tmp_path / "store"), 64, no_base)
 
 
 @pytest.fixture
@@ -84,7 +89,7 @@ def test_a_manifest_can_be_read_when_the_source_is_gone(
 ) -> None:
     manifest = reader.inspect(str(adapter_dir))
     shutil.rmtree(adapter_dir)
-    elsewhere = AdapterReader(arch, AdapterStore(reader.store.directory), max_lora_rank=64)
+    elsewhere = AdapterReader(arch, AdapterStore(reader.store.directory), 64, no_base)
     assert set(elsewhere.read(manifest).modules) == {(1, "self_attn.q_proj"), (1, "mlp.down_proj")}
 
 
@@ -98,7 +103,7 @@ def test_a_new_content_at_the_same_path_is_a_new_version(reader: AdapterReader, 
 
 
 def test_a_refused_adapter_leaves_nothing_in_the_store(adapter_dir: Path, tmp_path: Path, arch: Architecture) -> None:
-    reader = AdapterReader(arch, AdapterStore(tmp_path / "store"), max_lora_rank=2)
+    reader = AdapterReader(arch, AdapterStore(tmp_path / "store"), 2, no_base)
     with pytest.raises(AdapterRejectedError, match="max_lora_rank"):
         reader.inspect(str(adapter_dir))
     assert list(reader.store.directory.iterdir()) == []

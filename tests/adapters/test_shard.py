@@ -116,7 +116,7 @@ def test_the_flat_tensor_has_no_holes() -> None:
     shard = shard_weights(random_weights(arch), arch, VERSION, 1, 2, torch.bfloat16)
     assert [entry.offset for entry in shard.entries] == [0, *(entry.end for entry in shard.entries[:-1])]
     assert shard.data.shape == (shard.entries[-1].end,)
-    assert shard.num_bytes == 2 * shard.entries[-1].end == shard.header().num_bytes
+    assert shard.payload.nbytes == 2 * shard.entries[-1].end == shard.header.num_bytes
 
 
 def test_values_beyond_float16_are_refused_by_module() -> None:
@@ -133,9 +133,9 @@ def test_a_shard_travels_as_a_pickled_header_and_bytes(dtype: torch.dtype) -> No
     arch = make_arch(4, 2)
     shard = shard_weights(random_weights(arch), arch, VERSION, 1, 2, dtype)
     assert shard.payload.data_ptr() == shard.data.data_ptr()
-    header = pickle.loads(pickle.dumps(shard.header()))
+    header = pickle.loads(pickle.dumps(shard.header))
     received = torch.empty(header.num_bytes, dtype=torch.uint8).copy_(shard.payload)
-    again = AdapterShard.from_header(header, received)
+    again = AdapterShard(header, received)
     assert again.data.data_ptr() == received.data_ptr()
     assert (again.version, again.entries, again.digest()) == (shard.version, shard.entries, shard.digest())
 
@@ -145,7 +145,7 @@ def test_a_payload_of_another_header_is_refused() -> None:
     shard = shard_weights(random_weights(arch), arch, VERSION, 0, 2, torch.float32)
     for payload in (shard.payload[:-4], shard.data):
         with pytest.raises(ValueError, match="payload"):
-            AdapterShard.from_header(shard.header(), payload)
+            AdapterShard(shard.header, payload)
 
 
 def test_digests_tell_apart_every_bit_version_rank_and_dtype() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ray_lora.architecture import parse_architecture
-from ray_lora.model.batch import Batch, build_batch, build_segments
+from ray_lora.model.batch import Batch, build_batch, build_segments, build_slot_rows
 from ray_lora.model.rotary import RotaryTables
 from ray_lora.ops.lora import Segments
 from ray_lora.step import AdapterPlan, SequencePlan, StepPlan
@@ -47,7 +47,7 @@ def make_batch(
     block_size: int = 16,
     rotary: RotaryTables | None = None,
 ) -> Batch:
-    return build_batch(plan, block_size, rotary or make_rotary(), no_prompt_len, fused_modules or {}, CPU)
+    return build_batch(plan, block_size, rotary or make_rotary(), no_prompt_len, fused_modules or {}, {}, CPU)
 
 
 def as_lists(segments: Segments) -> tuple[list[int], list[int], list[int], list[int]]:
@@ -172,6 +172,17 @@ def test_an_adapter_that_changes_nothing_is_in_no_segment() -> None:
     assert build_segments(plan, [0, 1], {"x": frozenset()}, CPU) == {}
 
 
+def test_only_adapters_that_change_outputs_have_their_rows_scaled_and_shifted() -> None:
+    adapters = (AdapterPlan("x", (5,), 3), AdapterPlan("y", (1,), 0), AdapterPlan("plain", (2,), 1))
+    sequences = tuple(sequence(i, [i, i], 0, [i], adapter) for i, adapter in enumerate([0, -1, 1, 2]))
+    plan = StepPlan(1, sequences, adapters)
+    members = build_slot_rows(plan, [0, 2, 4, 6, 8], {"x": frozenset([QKV]), "y": frozenset([QKV, O_PROJ])}, CPU)
+    assert set(members) == {QKV, O_PROJ}
+    assert (members[QKV].rows.tolist(), members[QKV].slots.tolist()) == ([0, 1, 4, 5], [3, 3, 0, 0])
+    assert (members[O_PROJ].rows.tolist(), members[O_PROJ].slots.tolist()) == ([4, 5], [0, 0])
+    assert build_slot_rows(plan, [0, 2, 4, 6, 8], {"elsewhere": frozenset([QKV])}, CPU) == {}
+
+
 @given(
     st.lists(st.tuples(st.integers(-1, 3), st.integers(1, 5)), min_size=1, max_size=10),
     st.lists(st.frozensets(st.sampled_from([QKV, O_PROJ, GATE_UP])), min_size=4, max_size=4),
@@ -231,7 +242,7 @@ def test_dynamic_rows_depend_on_the_prompt_while_it_lasts_and_then_on_their_own_
         sequence(3, [7], 50, list(range(4, 8))),
     )
     prompt_lens = {1: 60, 2: 40, 3: 20}
-    batch = build_batch(StepPlan(1, sequences), 16, rotary, prompt_lens.__getitem__, {}, CPU)
+    batch = build_batch(StepPlan(1, sequences), 16, rotary, prompt_lens.__getitem__, {}, {}, CPU)
     rows = [(2, 60), (3, 60), (4, 60), (39, 40), (40, 41), (50, 51)]
     assert batch.tables.positions.tolist() == list(range(6))
     assert batch.tables.slot_mapping.tolist() == [162, 163, 164, 39, 40, 114]

@@ -1,0 +1,43 @@
+import torch
+
+from ray_lora.adapters.peft_weights import AdapterWeights, LoRAWeight, OutputChange
+from ray_lora.adapters.shard import shard_weights
+from ray_lora.architecture import Architecture, parse_architecture
+from ray_lora.model.adapter_pool import AdapterPool
+from ray_lora.step import AdapterPlan
+
+QKV = "self_attn.qkv_proj"
+
+
+def make_arch() -> Architecture:
+    config = {
+        "model_type": "llama",
+        "vocab_size": 32,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    return parse_architecture(config, {})
+
+
+def test_a_slot_holds_its_latest_adapter_and_nothing_of_the_one_before() -> None:
+    arch = make_arch()
+    pool = AdapterPool(arch, 0, 1, 4, 2, torch.float32, torch.device("cpu"))
+
+    def write(version: str, *changed: tuple[int, str]) -> None:
+        modules = {(0, "self_attn.q_proj"): LoRAWeight(torch.ones(1, 16), torch.ones(16, 1))}
+        outputs = {module: OutputChange(torch.full((16,), 3.0), torch.full((16,), 5.0)) for module in changed}
+        weights = AdapterWeights(modules, 0, outputs=outputs)
+        pool.write(AdapterPlan(version, (2,), 1), shard_weights(weights, arch, version, 0, 1, torch.float32))
+
+    def held(layer: int) -> tuple[list[float], list[float]]:
+        """One value of each of q, k and v."""
+        fused = pool.fused[QKV]
+        return fused.scale[layer, 1, ::16].tolist(), fused.shift[layer, 1, ::16].tolist()
+
+    write("first", (0, "self_attn.k_proj"), (1, "self_attn.q_proj"))
+    assert (held(0), held(1)) == (([1, 3, 1], [0, 5, 0]), ([3, 1, 1], [5, 0, 0]))
+    write("second", (1, "self_attn.v_proj"))
+    assert (held(0), held(1)) == (([1, 1, 1], [0, 0, 0]), ([1, 1, 3], [0, 0, 5]))
+    assert not pool.fused[QKV].scale[:, 0].any(), "another slot was written"
