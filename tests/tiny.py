@@ -48,6 +48,13 @@ def make_adapter(directory: Path, checkpoint: Path, seed: int, strength: float =
     torch.manual_seed(seed)
     settings = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **config}
     model = get_peft_model(load(checkpoint), LoraConfig(**settings))
+    perturb(model, strength)
+    model.save_pretrained(directory)
+    return directory
+
+
+def perturb(model: PeftModel, strength: float) -> None:
+    """What training would do to all that PEFT trains, but A."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
@@ -56,8 +63,6 @@ def make_adapter(directory: Path, checkpoint: Path, seed: int, strength: float =
                 parameter.mul_(torch.empty_like(parameter).uniform_(0.5, 1.5))
             elif parameter.requires_grad and "lora_A" not in name:
                 parameter.add_(torch.randn_like(parameter), alpha=strength * float(parameter.std()))
-    model.save_pretrained(directory)
-    return directory
 
 
 def load(checkpoint: Path) -> PreTrainedModel:

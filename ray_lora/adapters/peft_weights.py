@@ -78,13 +78,13 @@ def read_weights(directory: Path, arch: Architecture, max_lora_rank: int) -> Ada
     expected = expected_tensors(config, targets, arch)
     file = directory / WEIGHTS_FILE
     try:
-        _check_header_length(file)
+        check_header_length(file)
         with safe_open(file, framework="pt") as tensors:
             keys = assign_keys(tensors.keys(), expected, arch)
             num_bytes = sum(_check_tensor(tensors, key, list(tensor.shape), config) for tensor, key in keys)
             read: dict[tuple[int, str], dict[Role, torch.Tensor]] = defaultdict(dict)
             for tensor, key in keys:
-                read[tensor.layer, tensor.projection.name][tensor.role] = _read_tensor(tensors, key).clone()
+                read[tensor.layer, tensor.projection.name][tensor.role] = read_tensor(tensors, key).clone()
     except (SafetensorError, OSError, ValueError) as error:
         reject(WEIGHTS_FILE, f"{WEIGHTS_FILE} is truncated or damaged: {show(str(error))}")
     modules = {(target.layer, target.projection.name): target for target in targets}
@@ -106,7 +106,7 @@ def _check_ranks(config: PeftConfig, targets: tuple[TargetModule, ...], max_lora
         )
 
 
-def _check_header_length(file: Path) -> None:
+def check_header_length(file: Path) -> None:
     """Bound what the header may cost to parse. It is preceded by its length: 8 bytes, little-endian."""
     with file.open("rb") as reader:
         prefix = reader.read(8)
@@ -131,7 +131,7 @@ def _check_tensor(tensors: Any, key: str, expected: list[int], config: PeftConfi
     return math.prod(expected) * DTYPES[dtype].itemsize
 
 
-def _read_tensor(tensors: Any, key: str) -> torch.Tensor:
+def read_tensor(tensors: Any, key: str) -> torch.Tensor:
     """A view of the file."""
     tensor: torch.Tensor = tensors.get_tensor(key)
     if not torch.isfinite(tensor).all():

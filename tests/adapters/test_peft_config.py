@@ -86,8 +86,9 @@ def test_initialisations_that_leave_the_base_alone_are_accepted(value: object) -
 
 
 def test_a_refused_initialisation_tells_how_to_convert() -> None:
-    with pytest.raises(AdapterRejectedError, match="path_initial_model_for_weight_conversion"):
-        parse(init_lora_weights="pissa")
+    for kind in ("pissa", "olora", "corda", "lora_ga"):
+        with pytest.raises(AdapterRejectedError, match=r"adapter convert.*path_initial_model_for_weight_conversion"):
+            parse(init_lora_weights=kind)
 
 
 def test_unknown_fields_are_refused_unless_they_are_off() -> None:

@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from peft import LoraConfig, get_peft_model
 
-from ray_lora import LLM, SamplingParams
+from ray_lora import LLM, AdapterRejectedError, SamplingParams
 from tests.kinds import IGNORE_PEFT_WARNINGS, KINDS
-from tests.tiny import expected_tokens, make_adapter, make_checkpoint, random_prompts
+from tests.tiny import expected_tokens, load, make_adapter, make_checkpoint, perturb, random_prompts
 
 pytestmark = IGNORE_PEFT_WARNINGS
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
@@ -62,3 +63,24 @@ def test_rows_of_the_base_and_of_plain_adapters_do_not_notice(llm: LLM) -> None:
 
     mixed = others(NAMES)
     assert mixed == others([name if name == "plain" else None for name in NAMES])
+
+
+@pytest.mark.filterwarnings("ignore:(PiSSA|OLoRA) changes the base weights")
+@pytest.mark.parametrize("kind", ["pissa", "olora"])
+def test_a_kind_that_changes_the_base_is_served_once_peft_has_converted_it(kind: str, tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path / "model", "llama")
+    targets = ["q_proj", "o_proj", "down_proj"]
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=targets, init_lora_weights=kind, task_type="CAUSAL_LM")
+    model = get_peft_model(load(checkpoint), config)
+    model.save_pretrained(tmp_path / "initial")
+    perturb(model, 0.3)
+    model.save_pretrained(tmp_path / "trained")
+    model.save_pretrained(tmp_path / "plain", path_initial_model_for_weight_conversion=str(tmp_path / "initial"))
+    prompts = random_prompts(3, 320)
+    with LLM(str(checkpoint), kv_cache_memory_bytes=1 << 24, adapter_store_dir=str(tmp_path / "store")) as llm:
+        with pytest.raises(AdapterRejectedError, match="adapter convert"):
+            llm.load_adapter("trained", str(tmp_path / "trained"))
+        llm.load_adapter("plain", str(tmp_path / "plain"))
+        produced = [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY, "plain")]
+    assert produced == expected_tokens(checkpoint, tmp_path / "trained", prompts, 16)
+    assert produced != expected_tokens(checkpoint, None, prompts, 16)
