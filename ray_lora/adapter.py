@@ -27,7 +27,8 @@ class AdapterManifest:
     rank: int
     """Largest rank of any module."""
     modules: tuple[str, ...]
-    """Projections that it changes in at least one layer, e.g. `("self_attn.q_proj", "mlp.down_proj")`."""
+    """Projections that it changes in at least one layer, e.g. `("self_attn.q_proj", "mlp.down_proj")`, and the full
+    names of other modules."""
     num_bytes: int
     """Size of its tensors in the file."""
 

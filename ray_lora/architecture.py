@@ -11,6 +11,9 @@ from typing import Any, Literal
 from ray_lora.errors import ConfigError
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+EMBEDDING, HEAD, FINAL_NORM = "model.embed_tokens", "lm_head", "model.norm"
+LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
+"""Modules beside the linear layers, by the names that checkpoints and PEFT give them."""
 DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"eos_token_id": 2},
     "mistral": {
@@ -130,6 +133,26 @@ class Architecture:
             FusedLinear("mlp.gate_up_proj", (gate, up)),
             FusedLinear("mlp.down_proj", (down,)),
         )
+
+    @property
+    def vocabulary(self) -> dict[str, Projection]:
+        """The embedding, taken as a linear layer on one-hot rows, and the head."""
+        return {
+            EMBEDDING: Projection(EMBEDDING, self.vocab_size, self.hidden_size, "row"),
+            HEAD: Projection(HEAD, self.hidden_size, self.vocab_size, "column"),
+        }
+
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """Every RMSNorm over the hidden size, in the order they run."""
+        layers = (f"model.layers.{layer}.{norm}" for layer in range(self.num_layers) for norm in LAYER_NORMS)
+        return (*layers, FINAL_NORM)
+
+    def vocabulary_part(self, rank: int, tp_size: int) -> tuple[slice, int]:
+        """The token ids whose embedding and logit `rank` computes, and how many rows all ranks allot for them."""
+        width = -(-self.vocab_size // tp_size)
+        first = min(rank * width, self.vocab_size)
+        return slice(first, min(first + width, self.vocab_size)), width
 
     def has_bias(self, projection: str) -> bool:
         """Whether the base layer of that name has a bias."""

@@ -71,6 +71,10 @@ class StepPlan:
     def num_tokens(self) -> int:
         return sum(len(sequence.token_ids) for sequence in self.sequences)
 
+    def version_of(self, sequence: SequencePlan) -> str | None:
+        """The adapter of one of its sequences; None for the base model."""
+        return self.adapters[sequence.adapter].version if sequence.adapter >= 0 else None
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:

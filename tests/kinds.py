@@ -5,11 +5,10 @@ from typing import Any
 import pytest
 from peft import EvaConfig
 
-IGNORE_PEFT_WARNINGS = [
-    pytest.mark.filterwarnings("ignore::peft.utils.warning.PeftWarning"),  # it doubts biases of B
-    pytest.mark.filterwarnings("ignore:lora with eva initialization"),
-]
+IGNORE_PEFT_WARNINGS = [pytest.mark.filterwarnings("ignore::UserWarning:peft")]
+"""It has doubts about most of these."""
 
+TOKENS = [*range(319, 120, -1), 3, 7]
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "lora-bias": {"lora_bias": True},
@@ -23,4 +22,20 @@ KINDS: dict[str, dict[str, Any]] = {
     "dora-bias": {"use_dora": True, "bias": "all", "target_modules": ["k_proj", "down_proj", "gate_proj"]},
     "eva": {"init_lora_weights": "eva", "eva_config": EvaConfig()},
     "orthogonal": {"init_lora_weights": "orthogonal"},
+    "norms": {"modules_to_save": ["model.norm", "input_layernorm"], "target_modules": ["q_proj"]},
+    "saved-head": {"modules_to_save": ["lm_head"]},
+    "saved-embedding": {"modules_to_save": ["embed_tokens"], "target_modules": ["v_proj", "lm_head"]},
+    "saved-both": {"modules_to_save": ["lm_head", "model.embed_tokens", "post_attention_layernorm"]},
+    "lora-head": {"target_modules": ["lm_head"], "r": 5},
+    "lora-head-bias": {"target_modules": ["lm_head", "o_proj"], "lora_bias": True},
+    "dora-head": {"target_modules": ["lm_head", "o_proj"], "use_dora": True},
+    "dora-embedding": {"target_modules": ["embed_tokens", "up_proj"], "use_dora": True},
+    "lora-embedding": {"target_modules": ["embed_tokens", "down_proj"], "rank_pattern": {"embed_tokens": 3}},
+    "lora-both": {"target_modules": ["embed_tokens", "lm_head", "q_proj"]},
+    "tied": {"target_modules": ["embed_tokens", "q_proj"], "ensure_weight_tying": True},
+    "saved-tied": {"modules_to_save": ["lm_head"], "ensure_weight_tying": True},
+    "tokens": {"trainable_token_indices": TOKENS},
+    "tokens-head": {"trainable_token_indices": {"lm_head": TOKENS[:100]}},
+    "tokens-both": {"trainable_token_indices": {"embed_tokens": TOKENS, "lm_head": TOKENS[::3]}},
+    "tokens-same": {"trainable_token_indices": {"embed_tokens": TOKENS[:50], "lm_head": TOKENS[:50]}},
 }

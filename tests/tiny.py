@@ -59,6 +59,8 @@ def perturb(model: PeftModel, strength: float) -> None:
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(0, strength / parameter.shape[-1] ** 0.5)
+            elif "lora_embedding_A" in name:
+                parameter.normal_(0, strength)
             elif "magnitude" in name:
                 parameter.mul_(torch.empty_like(parameter).uniform_(0.5, 1.5))
             elif parameter.requires_grad and "lora_A" not in name:

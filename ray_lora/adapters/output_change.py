@@ -15,20 +15,21 @@ import torch
 from torch import Tensor
 
 from ray_lora.adapters.peft_config import reject
+from ray_lora.adapters.peft_targets import NO_LAYER
 from ray_lora.adapters.peft_weights import AdapterWeights, LoRAWeight, OutputChange
-from ray_lora.architecture import Architecture, Projection
+from ray_lora.architecture import EMBEDDING, Architecture, Projection
 
 ROWS_AT_ONCE = 1024
 """Rows of a weight whose norms are computed together, which bounds the memory that they take."""
 
 
 class BaseLayers(Protocol):
-    """The base model's linear layers, in the type that is served."""
+    """The base model's linear layers, in the type that is served. `module` is e.g. `model.layers.0.mlp.up_proj`."""
 
-    def weight(self, layer: int, projection: Projection) -> Tensor:
+    def weight(self, module: str, projection: Projection) -> Tensor:
         """[out_features, in_features], of all ranks."""
 
-    def bias(self, layer: int, projection: Projection) -> Tensor | None:
+    def bias(self, module: str, projection: Projection) -> Tensor | None:
         """[out_features], of all ranks; None if the layer has none."""
 
 
@@ -36,35 +37,52 @@ def change_outputs(weights: AdapterWeights, arch: Architecture, open_base: Calla
     """The weights with `outputs` filled in; the base is opened only for an adapter that needs it.
 
     Raises:
-        AdapterRejectedError: a row of a changed weight is zero, so that its magnitude means nothing.
+        AdapterRejectedError: a row of a changed weight is zero, so that its magnitude means nothing; or the file says
+            something else of the base's embedding or head than the base does.
     """
+    layers = [(layer, projection) for layer in range(arch.num_layers) for projection in arch.projections]
+    lora = {**weights.modules, **{(NO_LAYER, name): weight for name, weight in weights.vocabulary.items()}}
     changed = {
-        module for module, weight in weights.modules.items() if weight.bias is not None or weight.magnitude is not None
+        module for module, weight in lora.items() if weight.bias is not None or weight.magnitude is not None
     } | set(weights.base_biases)
-    if not changed:
+    if not changed and not weights.base_copies:
         return weights
     base = open_base()
-    everything = [(layer, projection.name) for layer in range(arch.num_layers) for projection in arch.projections]
-    projections = {projection.name: projection for projection in arch.projections}
+    _check_copies(weights, arch, base)
     outputs = {}
-    for layer, name in (module for module in everything if module in changed):
-        projection, weight = projections[name], weights.modules.get((layer, name))
-        scale = torch.ones(projection.out_features)
-        if weight is not None and weight.magnitude is not None:
-            scale = weight.magnitude / row_norms(base.weight(layer, projection), weight)
-            if not torch.isfinite(scale).all():
-                module = f"model.layers.{layer}.{name}"
-                reject(
-                    f"base_model.model.{module}.lora_magnitude_vector",
-                    f"base_model.model.{module}.lora_magnitude_vector scales a row of zeros; its base is another one",
-                )
-        base_bias = base.bias(layer, projection)
-        old = torch.zeros(projection.out_features) if base_bias is None else base_bias.float()
-        new = weights.base_biases.get((layer, name), old)
-        if weight is not None and weight.bias is not None:
-            new = new + weight.bias
-        outputs[layer, name] = OutputChange(scale, new - scale * old)
-    return replace(weights, outputs=outputs)
+    for layer, projection in (*layers, *((NO_LAYER, projection) for projection in arch.vocabulary.values())):
+        if (layer, projection.name) in changed:
+            key = (layer, projection.name)
+            outputs[key] = _output_change(key, projection, lora.get(key), weights.base_biases.get(key), base)
+    return replace(weights, outputs=outputs, base_copies={})
+
+
+def _output_change(
+    key: tuple[int, str], projection: Projection, weight: LoRAWeight | None, new: Tensor | None, base: BaseLayers
+) -> OutputChange:
+    layer, name = key
+    module = name if layer == NO_LAYER else f"model.layers.{layer}.{name}"
+    scale = torch.ones(projection.out_features)
+    if weight is not None and weight.magnitude is not None:
+        scale = weight.magnitude / row_norms(base.weight(module, projection), weight)
+        if not torch.isfinite(scale).all():
+            tensor = f"base_model.model.{module}.lora_magnitude_vector"
+            reject(tensor, f"{tensor} scales a row of zeros; it was trained on another base model")
+    base_bias = base.bias(module, projection)
+    old = torch.zeros(projection.out_features) if base_bias is None else base_bias.float()
+    if new is None:
+        new = old
+    if weight is not None and weight.bias is not None:
+        new = new + weight.bias
+    return OutputChange(scale, new - scale * old)
+
+
+def _check_copies(weights: AdapterWeights, arch: Architecture, base: BaseLayers) -> None:
+    for module, copy in weights.base_copies.items():
+        own = base.weight(module, arch.vocabulary[module])
+        if not torch.equal(copy.to(own.dtype), own.T if module == EMBEDDING else own):
+            tensor = f"base_model.model.{module}.base_layer.weight"
+            reject(tensor, f"{tensor} differs from this base model's; save with save_embedding_layers=False")
 
 
 def row_norms(base_weight: Tensor, weight: LoRAWeight) -> Tensor:

@@ -53,6 +53,11 @@ def layer_pattern(source: str) -> Pattern:
     return Pattern(rf"(?:^|.*?\.){source}\.(?P<idx>\d+)\.", False, bool(_PLAIN.fullmatch(source)))
 
 
+def is_plain_name(name: str) -> bool:
+    """Whether a name holds nothing but letters, digits, underscores and dots, and something at all."""
+    return re.fullmatch(r"[\w.]{1,200}", name) is not None
+
+
 def match_names(patterns: Sequence[Pattern], names: Sequence[str]) -> dict[Pattern, dict[str, str]]:
     """For each pattern, the names that it matches, each with the text of the group `idx` (empty if it has none).
 

@@ -10,6 +10,7 @@ from ray_lora.adapters.pattern_matcher import (
     Pattern,
     PatternError,
     fullmatch_pattern,
+    is_plain_name,
     layer_pattern,
     match_names,
     suffix_pattern,
@@ -57,6 +58,12 @@ class PeftConfig:
     """Every target's B has a bias, scaled as B is."""
     bias: str = "none"
     """Which biases of the base were trained: `none`, `all`, or those of the targets (`lora_only`)."""
+    modules_to_save: tuple[str, ...] = ()
+    """Names and suffixes of modules that were trained as a whole (sorted); PEFT puts no LoRA on them."""
+    trainable_tokens: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """`trainable_token_indices`: (suffix of a module's name, token ids in the order of their rows)."""
+    ensure_weight_tying: bool = False
+    """What is done to one of a tied embedding and head is done to the other."""
     base_model_name: str | None = None
     """What the trainer called the base model: shown in messages, never trusted."""
 
@@ -148,6 +155,9 @@ def parse_peft_config(config: dict[str, Any]) -> PeftConfig:
         use_dora=_flag(config, "use_dora"),
         lora_bias=_flag(config, "lora_bias"),
         bias=_bias(config.get("bias", "none")),
+        modules_to_save=tuple(sorted(set(_plain_names(config, "modules_to_save")))),
+        trainable_tokens=_trainable_tokens(config.get("trainable_token_indices")),
+        ensure_weight_tying=_flag(config, "ensure_weight_tying"),
         base_model_name=str(config["base_model_name_or_path"]) if config.get("base_model_name_or_path") else None,
     )
     for name in ("layers_to_transform", "layers_pattern"):
@@ -196,6 +206,26 @@ def _names(config: dict[str, Any], field: str) -> tuple[str, ...]:
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         reject(field, f"{field} must be a string or a list of strings, not {show(value)}")
     return tuple(names)
+
+
+def _plain_names(config: dict[str, Any], field: str) -> tuple[str, ...]:
+    """Names that mean themselves, for PEFT takes them as regular expressions too."""
+    names = () if config.get(field) is False else _names(config, field)
+    if not all(is_plain_name(name) for name in names):
+        reject(field, f"{field} must hold the names of modules, not {show(names)}")
+    return names
+
+
+def _trainable_tokens(value: object) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    field = "trainable_token_indices"
+    by_module: dict[str, Any] = value if isinstance(value, dict) else {"embed_tokens": value} if value else {}
+    for module, token_ids in by_module.items():
+        is_valid = isinstance(token_ids, list) and all(type(token_id) is int for token_id in token_ids)
+        if not is_valid or not is_plain_name(module):
+            reject(field, f"{field} must be a list of token ids, or map modules to such lists, not {show(value)}")
+        if len(set(token_ids)) != len(token_ids) or min(token_ids, default=0) < 0:
+            reject(field, f"{field} must name every token once, by its id, not {show(token_ids)}")
+    return tuple((module, tuple(token_ids)) for module, token_ids in sorted(by_module.items()) if token_ids)
 
 
 def _modules(config: dict[str, Any], field: str, default: str | tuple[str, ...]) -> str | tuple[str, ...]:

@@ -19,6 +19,9 @@ HONOURED = frozenset(
         "bias",
         "lora_bias",
         "use_dora",
+        "modules_to_save",
+        "trainable_token_indices",
+        "ensure_weight_tying",
     }
 )
 """`peft_config.py` parses these, `peft_targets.py` applies them."""
@@ -27,7 +30,6 @@ IRRELEVANT = {
     "auto_mapping": "names a Python class of the trainer",
     "base_model_name_or_path": "where the trainer found its base; the shapes of the tensors decide, and it is reported",
     "corda_config": "steers an initialisation, which `init_lora_weights` selects",
-    "ensure_weight_tying": "concerns adapted embeddings, whose tensors are refused",
     "eva_config": "steers an initialisation, which `init_lora_weights` selects",
     # PEFT warns and sets it to False when the base layer is nn.Linear, as all of ours are (`dispatch_default` in
     # peft/tuners/lora/layer.py), before the layer reads it: the delta is B @ A * scale, never its transpose.
@@ -64,8 +66,6 @@ REFUSED = {
     "peft_type": Refusal(("LORA",), "only LORA adapters are supported"),
     "task_type": Refusal(("CAUSAL_LM", None), "only CAUSAL_LM adapters are supported"),
     "init_lora_weights": Refusal((True, False, None, "gaussian", "eva", "orthogonal", "mica"), _NEW_BASE),
-    "modules_to_save": Refusal((None, False, []), "fully trained modules are not supported; train without them"),
-    "trainable_token_indices": Refusal((None, False, [], {}), "trained embeddings are not supported; train without"),
     "target_parameters": Refusal((None, False, []), "only nn.Linear modules can be adapted; use target_modules"),
     "layer_replication": Refusal((None, False, []), "replicate the layers in the base model's own checkpoint"),
     "megatron_config": Refusal((None, False, {}), "train on the Hugging Face model"),

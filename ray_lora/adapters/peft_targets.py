@@ -11,16 +11,17 @@ from ray_lora.adapters.pattern_matcher import fullmatch_pattern, layer_pattern, 
 from ray_lora.adapters.peft_config import PeftConfig, reject, show
 from ray_lora.architecture import Architecture, Projection
 
-_TOP_MODULES = ("model", "model.embed_tokens", "model.layers", "model.norm", "model.rotary_emb", "lm_head")
+_TOP_MODULES = ("model", "model.layers", "model.norm", "model.rotary_emb")
 _LAYER_MODULES = (
     "self_attn",
-    "self_attn.q_norm",
-    "self_attn.k_norm",
     "mlp",
     "mlp.act_fn",
     "input_layernorm",
     "post_attention_layernorm",
 )
+
+
+_QK_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +31,13 @@ class TargetModule:
     name: str
     """As PEFT sees it, e.g. `model.layers.0.self_attn.q_proj`."""
     layer: int
+    """`NO_LAYER` for the embedding and the head."""
     projection: Projection
     rank: int
     scale: float
+
+
+NO_LAYER = -1
 
 
 def served_modules(arch: Architecture) -> dict[str, tuple[int, Projection]]:
@@ -44,17 +49,28 @@ def served_modules(arch: Architecture) -> dict[str, tuple[int, Projection]]:
     }
 
 
+def module_names(arch: Architecture) -> tuple[str, ...]:
+    """Every module of the base model, by its name in PEFT."""
+    return (*served_modules(arch), *arch.vocabulary, *_unserved_modules(arch))
+
+
 def resolve_targets(config: PeftConfig, arch: Architecture) -> tuple[TargetModule, ...]:
-    """The selected modules in the order they run, at least one.
+    """The selected modules, those of layers in the order they run, then the embedding and the head; at least one.
 
     Raises:
         AdapterRejectedError: the configuration selects nothing, or a module that is not served, or is ambiguous.
     """
     served = served_modules(arch)
-    names = tuple(served) if config.targets_all_linear else (*served, *_unserved_modules(arch))
+    names = tuple(served)
+    if not config.targets_all_linear:
+        served |= {name: (NO_LAYER, projection) for name, projection in arch.vocabulary.items()}
+        names = module_names(arch)
     selector = _Selector(config, names)
+    selected = [name for name in names if selector.selects(name)]
+    if config.ensure_weight_tying and arch.tie_word_embeddings and not arch.vocabulary.keys().isdisjoint(selected):
+        selected = [name for name in names if name in selected or name in arch.vocabulary]
     targets = []
-    for name in filter(selector.selects, names):
+    for name in selected:
         if name not in served:
             reject("target_modules", f"target_modules selects {name!r}, which is not served; {_supported(arch)}")
         if config.layers_to_transform and name in selector.targeted:
@@ -83,6 +99,8 @@ class _Selector:
 
     def selects(self, name: str) -> bool:
         config = self.config
+        if any(_is_at_or_below(module, name) for module in config.modules_to_save):
+            return False
         if isinstance(config.exclude_modules, str):
             if name in self.matches[fullmatch_pattern(config.exclude_modules)]:
                 return False
@@ -111,6 +129,11 @@ class _Selector:
         return next((alpha for matched, alpha in self._alphas if name in matched), self.config.lora_alpha)
 
 
+def _is_at_or_below(module: str, name: str) -> bool:
+    """Whether `module` is a run of whole parts of a module's `name`; PEFT puts no LoRA on what it saves as a whole."""
+    return f".{module}." in f".{name}."
+
+
 def _name_set(modules: str | tuple[str, ...]) -> frozenset[str]:
     return frozenset() if isinstance(modules, str) else frozenset(modules)
 
@@ -123,9 +146,10 @@ def _suffixes(name: str) -> set[str]:
 
 def _unserved_modules(arch: Architecture) -> tuple[str, ...]:
     layers = [f"model.layers.{layer}" for layer in range(arch.num_layers)]
-    return (*_TOP_MODULES, *layers, *(f"{layer}.{module}" for layer in layers for module in _LAYER_MODULES))
+    modules = [*_LAYER_MODULES, *(_QK_NORMS if arch.qk_norm else ())]
+    return (*_TOP_MODULES, *layers, *(f"{layer}.{module}" for layer in layers for module in modules))
 
 
 def _supported(arch: Architecture) -> str:
     names = ", ".join(projection.name.rpartition(".")[2] for projection in arch.projections)
-    return f"served are {names} in layers 0 to {arch.num_layers - 1}"
+    return f"served are {names} in layers 0 to {arch.num_layers - 1}, embed_tokens and lm_head"

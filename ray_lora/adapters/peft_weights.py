@@ -12,9 +12,10 @@ from safetensors import SafetensorError, safe_open
 
 from ray_lora.adapters.peft_config import CONFIG_FILE, PeftConfig, read_peft_config, reject, show
 from ray_lora.adapters.peft_keys import Role, assign_keys, expected_tensors
-from ray_lora.adapters.peft_targets import TargetModule, resolve_targets
+from ray_lora.adapters.peft_saved import resolve_saved
+from ray_lora.adapters.peft_targets import TargetModule, resolve_targets, served_modules
 from ray_lora.adapters.store import WEIGHTS_FILE
-from ray_lora.architecture import Architecture
+from ray_lora.architecture import EMBEDDING, HEAD, Architecture
 from ray_lora.config import MAX_RANK
 
 MAX_HEADER_BYTES = 8 << 20
@@ -56,13 +57,22 @@ class AdapterWeights:
     """Size of the tensors in the file."""
     base_biases: Mapping[tuple[int, str], torch.Tensor] = field(default_factory=dict)
     """Biases `[out_features]` that replace the base's, float32, of any module of the base."""
+    vocabulary: Mapping[str, LoRAWeight] = field(default_factory=dict)
+    """Of the embedding (lora_a `[rank, vocab_size]`) and the head, by module name."""
+    saved: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Weights that replace the base's: norms `[hidden_size]`, embedding and head `[vocab_size, hidden_size]`."""
+    token_rows: Mapping[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    """Of the embedding and the head: token ids, int64, and the rows `[num_ids, hidden_size]` that replace theirs."""
+    base_copies: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """What the file says of the base's own embedding and head."""
     outputs: Mapping[tuple[int, str], OutputChange] = field(default_factory=dict)
-    """What all of these do to a module's output besides adding the low-rank delta; see `change_outputs`."""
+    """What biases and magnitudes do besides adding the low-rank delta; those of the embedding and the head are at
+    `NO_LAYER`."""
 
     @property
     def rank(self) -> int:
         """Largest rank of any module."""
-        return max(weight.rank for weight in self.modules.values())
+        return max(weight.rank for weight in (*self.modules.values(), *self.vocabulary.values()))
 
 
 def read_weights(directory: Path, arch: Architecture, max_lora_rank: int) -> AdapterWeights:
@@ -75,24 +85,44 @@ def read_weights(directory: Path, arch: Architecture, max_lora_rank: int) -> Ada
     config = read_peft_config(directory)
     targets = resolve_targets(config, arch)
     _check_ranks(config, targets, max_lora_rank)
-    expected = expected_tensors(config, targets, arch)
+    if config.lora_bias and any(target.name == EMBEDDING for target in targets):
+        reject("lora_bias", "lora_bias cannot be used with embed_tokens in target_modules, in PEFT either")
+    saved = resolve_saved(config, targets, arch)
+    expected = expected_tensors(config, targets, saved, arch)
     file = directory / WEIGHTS_FILE
     try:
         check_header_length(file)
         with safe_open(file, framework="pt") as tensors:
             keys = assign_keys(tensors.keys(), expected, arch)
             num_bytes = sum(_check_tensor(tensors, key, list(tensor.shape), config) for tensor, key in keys)
-            read: dict[tuple[int, str], dict[Role, torch.Tensor]] = defaultdict(dict)
+            read: dict[Role, dict[str, torch.Tensor]] = defaultdict(dict)
             for tensor, key in keys:
-                read[tensor.layer, tensor.projection.name][tensor.role] = read_tensor(tensors, key).clone()
+                read[tensor.role][tensor.module] = read_tensor(tensors, key).clone()
     except (SafetensorError, OSError, ValueError) as error:
         reject(WEIGHTS_FILE, f"{WEIGHTS_FILE} is truncated or damaged: {show(str(error))}")
-    modules = {(target.layer, target.projection.name): target for target in targets}
+    if config.ensure_weight_tying and arch.tie_word_embeddings:
+        _check_ties(read)
+    weights = {target: _lora_weight(target, read) for target in targets}
+    served = served_modules(arch)
     return AdapterWeights(
-        {module: _lora_weight(target, read[module]) for module, target in modules.items()},
+        {(target.layer, target.projection.name): weight for target, weight in weights.items() if target.name in served},
         num_bytes,
-        {module: parts["base_bias"].float() for module, parts in read.items() if "base_bias" in parts},
+        {(served[name][0], served[name][1].name): bias.float() for name, bias in read["base_bias"].items()},
+        {target.name: weight for target, weight in weights.items() if target.name not in served},
+        read["saved"],
+        {name: (torch.tensor(ids), read["token_rows"][source]) for name, (source, ids) in saved.tokens.items()},
+        read["base_copy"],
     )
+
+
+def _check_ties(read: Mapping[Role, Mapping[str, torch.Tensor]]) -> None:
+    """The embedding and the head hold the same, whichever of them PEFT reads last."""
+    saved, lora_a, lora_b = read["saved"], read["lora_a"], read["lora_b"]
+    is_tied = HEAD not in saved or torch.equal(saved[HEAD], saved[EMBEDDING])
+    if HEAD in lora_a:
+        is_tied &= torch.equal(lora_a[HEAD], lora_b[EMBEDDING].T) and torch.equal(lora_b[HEAD], lora_a[EMBEDDING].T)
+    if not is_tied:
+        reject("ensure_weight_tying", "ensure_weight_tying is true, but the embedding and the head differ in the file")
 
 
 def _check_ranks(config: PeftConfig, targets: tuple[TargetModule, ...], max_lora_rank: int) -> None:
@@ -139,12 +169,13 @@ def read_tensor(tensors: Any, key: str) -> torch.Tensor:
     return tensor
 
 
-def _lora_weight(target: TargetModule, parts: Mapping[Role, torch.Tensor]) -> LoRAWeight:
+def _lora_weight(target: TargetModule, read: Mapping[Role, Mapping[str, torch.Tensor]]) -> LoRAWeight:
+    bias, magnitude = read["lora_bias"].get(target.name), read["magnitude"].get(target.name)
     return LoRAWeight(
-        parts["lora_a"],
-        _scale(target, parts["lora_b"]),
-        _scale(target, parts["lora_bias"]) if "lora_bias" in parts else None,
-        parts["magnitude"].float() if "magnitude" in parts else None,
+        read["lora_a"][target.name],
+        _scale(target, read["lora_b"][target.name]),
+        None if bias is None else _scale(target, bias),
+        None if magnitude is None else magnitude.float(),
     )
 
 

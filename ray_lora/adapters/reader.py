@@ -58,13 +58,14 @@ class AdapterReader:
         )
         (weights,) = checked
         changed = {projection for _, projection in (*weights.modules, *weights.outputs)}
+        others = dict.fromkeys((*weights.vocabulary, *weights.saved, *weights.token_rows))
         self._keep(path.name, weights)
         return AdapterManifest(
             version=path.name,
             path=str(path),
             source=source,
             rank=weights.rank,
-            modules=tuple(projection.name for projection in self.arch.projections if projection.name in changed),
+            modules=(*(p.name for p in self.arch.projections if p.name in changed), *others),
             num_bytes=weights.num_bytes,
         )
 

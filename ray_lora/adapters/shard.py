@@ -9,16 +9,21 @@ of them scale theirs, and rank 0 alone shifts.
 """
 
 import hashlib
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 
 from ray_lora.adapters.peft_config import reject
+from ray_lora.adapters.peft_targets import NO_LAYER
 from ray_lora.adapters.peft_weights import AdapterWeights, OutputChange
+from ray_lora.adapters.unpaged_cut import cut_unpaged
 from ray_lora.architecture import Architecture
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+UNPAGED_DTYPES = {**DTYPES, "int64": torch.int64}
 
 
 class ShardEntry(NamedTuple):
@@ -57,6 +62,20 @@ class OutputEntry(NamedTuple):
         return self.offset + 2 * self.out_features
 
 
+class UnpagedEntry(NamedTuple):
+    """One tensor that is no page and no vector over a linear layer's outputs; see `unpaged_cut.py`."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    offset: int
+    """In bytes of the payload."""
+
+    @property
+    def end(self) -> int:
+        return self.offset + math.prod(self.shape) * UNPAGED_DTYPES[self.dtype].itemsize
+
+
 @dataclass(frozen=True, slots=True)
 class ShardHeader:
     """All of a shard but its numbers: small, and safe to pickle."""
@@ -67,19 +86,22 @@ class ShardHeader:
     entries: tuple[ShardEntry, ...]
     """In the order the modules run, as are `outputs`."""
     outputs: tuple[OutputEntry, ...] = ()
+    unpaged: tuple[UnpagedEntry, ...] = ()
 
     @property
     def data_bytes(self) -> int:
-        return self.entries[-1].end * DTYPES[self.dtype].itemsize
+        return self.entries[-1].end * DTYPES[self.dtype].itemsize if self.entries else 0
 
     @property
     def outputs_start(self) -> int:
-        """Where the changes of outputs begin, in bytes: after A and B, where a float32 may lie."""
-        return -(-self.data_bytes // 4) * 4
+        """Where the changes of outputs begin, in bytes: after A and B."""
+        return _aligned(self.data_bytes)
 
     @property
     def num_bytes(self) -> int:
         """Length of the flat uint8 tensor that goes with this header."""
+        if self.unpaged:
+            return self.unpaged[-1].end
         return self.outputs_start + 4 * self.outputs[-1].end if self.outputs else self.data_bytes
 
 
@@ -131,6 +153,13 @@ class AdapterShard:
         middle = entry.offset + entry.out_features
         return OutputChange(floats[entry.offset : middle], floats[middle : entry.end])
 
+    def unpaged_tensors(self) -> dict[str, torch.Tensor]:
+        """By name; views."""
+        return {
+            entry.name: self.payload[entry.offset : entry.end].view(UNPAGED_DTYPES[entry.dtype]).view(entry.shape)
+            for entry in self.header.unpaged
+        }
+
     def digest(self) -> str:
         """SHA-256, in hex, over the header and every byte: equal digests mean equal shards."""
         digest = hashlib.sha256(repr(self.header).encode())
@@ -144,6 +173,23 @@ class AdapterShard:
     def output_modules(self, arch: Architecture) -> frozenset[str]:
         """Names of the fused linears whose outputs change, beyond the delta, in at least one layer."""
         return _fused({entry.projection for entry in self.outputs}, arch)
+
+
+def _aligned(num_bytes: int) -> int:
+    """Where a number of any type may lie."""
+    return -(-num_bytes // 8) * 8
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _place(tensors: Mapping[str, torch.Tensor], end: int) -> Iterator[UnpagedEntry]:
+    """One after another, from `end` on."""
+    for name, tensor in tensors.items():
+        entry = UnpagedEntry(name, tuple(tensor.shape), _name(tensor.dtype), _aligned(end))
+        yield entry
+        end = entry.end
 
 
 def _fused(projections: set[str], arch: Architecture) -> frozenset[str]:
@@ -175,13 +221,17 @@ def shard_weights(
     outputs: list[OutputEntry] = []
     changes: list[OutputChange] = []
     for (layer, projection), (scale, shift) in weights.outputs.items():
+        if layer == NO_LAYER:
+            continue
         if styles[projection] == "column":
             scale, shift = scale[cuts[projection]], shift[cuts[projection]]
         elif rank != 0:
             shift = torch.zeros_like(shift)
         outputs.append(OutputEntry(layer, projection, scale.shape[0], outputs[-1].end if outputs else 0))
         changes.append(OutputChange(scale, shift))
-    header = ShardHeader(version, str(dtype).removeprefix("torch."), tuple(entries), tuple(outputs))
+    header = ShardHeader(version, _name(dtype), tuple(entries), tuple(outputs))
+    unpaged = cut_unpaged(weights, arch, rank, tp_size, dtype)
+    header = replace(header, unpaged=tuple(_place(unpaged, header.num_bytes)))
     shard = AdapterShard(header, torch.zeros(header.num_bytes, dtype=torch.uint8))
     for entry, (lora_a, lora_b) in zip(entries, parts, strict=True):
         shard.lora_a(entry).copy_(lora_a)
@@ -192,4 +242,6 @@ def shard_weights(
     for output, change in zip(outputs, changes, strict=True):
         for target, source in zip(shard.output_change(output), change, strict=True):
             target.copy_(source)
+    for name, target in shard.unpaged_tensors().items():
+        target.copy_(unpaged[name])
     return shard

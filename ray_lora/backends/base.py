@@ -12,6 +12,7 @@ from ray_lora.ops.attention import (
 from ray_lora.ops.elementwise import add_rms_norm_reference_, silu_and_mul_reference
 from ray_lora.ops.lora import Segments, add_lora_reference_
 from ray_lora.ops.scale_shift import SlotRows, scale_shift_reference_
+from ray_lora.ops.vocabulary_change import VocabularyChange, change_embedding_reference_, change_logits_reference_
 
 
 class Linear:
@@ -88,3 +89,9 @@ class Backend:
 
     def scale_shift_(self, y: Tensor, scale: Tensor, shift: Tensor, members: SlotRows) -> None:
         scale_shift_reference_(y, scale, shift, members)
+
+    def change_embedding_(self, hidden: Tensor, members: Tensor, ids: Tensor, change: VocabularyChange) -> None:
+        change_embedding_reference_(hidden, members, ids, change)
+
+    def change_logits_(self, logits: Tensor, hidden: Tensor, members: Tensor, change: VocabularyChange) -> None:
+        change_logits_reference_(logits, hidden, members, change)

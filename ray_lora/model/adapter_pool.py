@@ -1,4 +1,4 @@
-"""The device's adapter pages, 16 ranks each, and a slot of vectors for each adapter.
+"""The device's adapter pages, 16 ranks each, a slot of vectors for each adapter, and what few adapters have besides.
 
 Holds tensors, decides nothing; `AdapterManager` hands out the ids.
 """
@@ -11,6 +11,7 @@ from torch import Tensor
 from ray_lora.adapter import PAGE_RANK
 from ray_lora.adapters.shard import AdapterShard
 from ray_lora.architecture import Architecture
+from ray_lora.model.unpaged_part import UnpagedPart
 from ray_lora.step import AdapterPlan
 
 
@@ -30,7 +31,10 @@ class FusedPages:
 
 
 class AdapterPool:
-    """Pages and slots of every fused linear, allocated once; ranks past an adapter's own are zero."""
+    """Pages and slots of every fused linear, allocated once; ranks past an adapter's own are zero.
+
+    Only `unpaged`, of the adapters that change the embedding, the head or a norm, takes memory as they come.
+    """
 
     def __init__(
         self,
@@ -40,9 +44,14 @@ class AdapterPool:
         num_pages: int,
         num_slots: int,
         dtype: torch.dtype,
+        served_dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        self._served_dtype, self._device = served_dtype, device
         self.fused: dict[str, FusedPages] = {}
+        self.unpaged: dict[str, UnpagedPart] = {}
+        """By version."""
+        self._versions: dict[int, str] = {}
         self._places: dict[str, tuple[str, int]] = {}
         for fused in arch.fused_linears:
             offsets = [0]
@@ -67,6 +76,10 @@ class AdapterPool:
 
     def write(self, adapter: AdapterPlan, shard: AdapterShard) -> None:
         """Put an adapter into its pages and its slot; whatever they held before is gone."""
+        self.forget(self._versions.get(adapter.slot, ""))
+        self._versions[adapter.slot] = adapter.version
+        if shard.header.unpaged:
+            self.unpaged[adapter.version] = UnpagedPart.of(shard, self._served_dtype, self._device)
         self._write_outputs(adapter.slot, shard)
         pages = adapter.pages
         for fused in self.fused.values():
@@ -82,6 +95,10 @@ class AdapterPool:
                 num_ranks = min(PAGE_RANK, entry.rank - first)
                 fused.a[entry.layer, page, index, :num_ranks] = lora_a[first : first + num_ranks]
                 fused.b[entry.layer, page, :num_ranks, columns] = lora_b_t[first : first + num_ranks]
+
+    def forget(self, version: str) -> None:
+        """Free what an adapter has outside its pages and its slot."""
+        self.unpaged.pop(version, None)
 
     def _write_outputs(self, slot: int, shard: AdapterShard) -> None:
         for name in {self._places[entry.projection][0] for entry in shard.outputs}:

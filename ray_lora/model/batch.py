@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ray_lora.model.rotary import RotaryTables
+from ray_lora.model.unpaged_part import Members, UnpagedPart, group_rows
 from ray_lora.ops.attention import AttentionTables
 from ray_lora.ops.lora import Segments
 from ray_lora.ops.scale_shift import SlotRows
@@ -28,6 +29,8 @@ class Batch:
     """By fused linear; one that no adapter of this step changes is absent, and so is everything in a base-only step."""
     outputs: Mapping[str, SlotRows]
     """By fused linear whose output changes beyond the delta; empty unless an adapter of this step has such a change."""
+    unpaged: Members
+    """Rows of adapters that change the embedding, the head or norms."""
 
 
 def build_batch(
@@ -37,6 +40,7 @@ def build_batch(
     prompt_len: Callable[[int], int],
     fused_modules: Mapping[str, frozenset[str]],
     output_modules: Mapping[str, frozenset[str]],
+    unpaged: Mapping[str, UnpagedPart],
     device: torch.device,
 ) -> Batch:
     """Lay out a plan's tokens one sequence after another.
@@ -45,6 +49,7 @@ def build_batch(
         prompt_len: tokens in a request's prompt, by request id; asked only where rotary frequencies depend on it.
         fused_modules: by adapter version, the fused linears that it changes.
         output_modules: by adapter version, those whose outputs it scales or shifts; one without any may be absent.
+        unpaged: by adapter version, what it has outside pages and slots; one without it is absent.
     """
     token_ids: list[int] = []
     positions: list[int] = []
@@ -81,6 +86,7 @@ def build_batch(
         sin,
         build_segments(plan, query_starts, fused_modules, device),
         build_slot_rows(plan, query_starts, output_modules, device),
+        _unpaged_members(plan, unpaged, device),
     )
 
 
@@ -118,6 +124,13 @@ def build_slot_rows(
         slots = [plan.adapters[index].slot for index in members for _ in rows[index]]
         built[name] = SlotRows(torch.tensor(row_ids).to(device), torch.tensor(slots).to(device))
     return built
+
+
+def _unpaged_members(plan: StepPlan, unpaged: Mapping[str, UnpagedPart], device: torch.device) -> Members:
+    if unpaged.keys().isdisjoint(adapter.version for adapter in plan.adapters):
+        return ()
+    versions = (version for s in plan.sequences for version in [plan.version_of(s)] * len(s.token_ids))
+    return group_rows(versions, unpaged, device)
 
 
 def _rows_by_adapter(plan: StepPlan, query_starts: list[int]) -> list[list[int]]:

@@ -7,7 +7,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ray_lora.architecture import Architecture, FusedLinear, Projection
+from ray_lora.architecture import EMBEDDING, HEAD, Architecture, FusedLinear, Projection
 from ray_lora.errors import ConfigError
 
 
@@ -64,16 +64,19 @@ class Checkpoint:
                 biases.append(self.tensor(f"{prefix}.bias", (projection.out_features,), rows=rows))
         return torch.cat(weights), torch.cat(biases) if biases else None
 
-    def weight(self, layer: int, projection: Projection) -> Tensor:
-        """A projection's whole weight [out_features, in_features]."""
-        shape = (projection.out_features, projection.in_features)
-        return self.tensor(f"model.layers.{layer}.{projection.name}.weight", shape)
+    def weight(self, module: str, projection: Projection) -> Tensor:
+        """A linear layer's whole weight [out_features, in_features], also the embedding's if it is asked for."""
+        out_features, in_features = projection.out_features, projection.in_features
+        if module == EMBEDDING or (module == HEAD and self._arch.tie_word_embeddings):
+            embedding = self.tensor(f"{EMBEDDING}.weight", (self._arch.vocab_size, self._arch.hidden_size))
+            return embedding if module == HEAD else embedding.T
+        return self.tensor(f"{module}.weight", (out_features, in_features))
 
-    def bias(self, layer: int, projection: Projection) -> Tensor | None:
-        """A projection's whole bias [out_features]; None if it has none."""
-        if not self._arch.has_bias(projection.name):
+    def bias(self, module: str, projection: Projection) -> Tensor | None:
+        """A linear layer's whole bias [out_features]; None if it has none."""
+        if projection.name in (EMBEDDING, HEAD) or not self._arch.has_bias(projection.name):
             return None
-        return self.tensor(f"model.layers.{layer}.{projection.name}.bias", (projection.out_features,))
+        return self.tensor(f"{module}.bias", (projection.out_features,))
 
 
 def _weight_files(model_path: Path) -> list[Path]:

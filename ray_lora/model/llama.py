@@ -1,15 +1,15 @@
 """The decoder: Llama, Mistral, Qwen2 and Qwen3, told apart by `Architecture`. Reads top to bottom."""
 
-import torch
 from torch import Tensor
 
 from ray_lora.architecture import Architecture, FusedLinear
-from ray_lora.backends.base import Backend, Linear
+from ray_lora.backends.base import Backend
 from ray_lora.model.adapter_pool import AdapterPool
 from ray_lora.model.batch import Batch
 from ray_lora.model.checkpoint import Checkpoint
 from ray_lora.model.kv_cache import KVCache
 from ray_lora.model.tensor_parallel import TensorParallel
+from ray_lora.model.vocabulary import Vocabulary
 
 
 class Decoder:
@@ -30,20 +30,38 @@ class Decoder:
             DecoderLayer(arch, layer, checkpoint, cache.layers[layer], pool, parallel, backend)
             for layer in range(arch.num_layers)
         ]
-        self._final_norm = checkpoint.tensor("model.norm.weight", (arch.hidden_size,)).to(backend.device)
+        self._norms = [Norm(name, arch, checkpoint, backend) for name in arch.norms]
         self.logits = self._vocabulary.logits
-        self._eps = arch.rms_norm_eps
 
     def forward(self, batch: Batch) -> Tensor:
         """Compute every row's KV and return the final hidden states [num_tokens, hidden_size]."""
-        residual = self._vocabulary.embed(batch.token_ids)
-        hidden = self._backend.rms_norm(residual, self._layers[0].input_norm, self._eps)
-        next_norms = [layer.input_norm for layer in self._layers[1:]] + [self._final_norm]
-        for layer, next_norm in zip(self._layers, next_norms, strict=True):
-            hidden = layer.attend(hidden, batch)
-            hidden = self._backend.add_rms_norm_(residual, hidden, layer.post_attention_norm, self._eps)
-            hidden = layer.mlp(hidden, batch)
-            hidden = self._backend.add_rms_norm_(residual, hidden, next_norm, self._eps)
+        norms = iter(self._norms)
+        residual = self._vocabulary.embed(batch)
+        hidden = next(norms)(residual, None, batch)
+        for layer in self._layers:
+            hidden = next(norms)(residual, layer.attend(hidden, batch), batch)
+            hidden = next(norms)(residual, layer.mlp(hidden, batch), batch)
+        return hidden
+
+
+class Norm:
+    """One RMSNorm of the residual stream, to which the output of the block before it is added first."""
+
+    def __init__(self, name: str, arch: Architecture, checkpoint: Checkpoint, backend: Backend) -> None:
+        self._name, self._eps, self._backend = name, arch.rms_norm_eps, backend
+        self._weight = checkpoint.tensor(f"{name}.weight", (arch.hidden_size,)).to(backend.device)
+
+    def __call__(self, residual: Tensor, x: Tensor | None, batch: Batch) -> Tensor:
+        """Changes `residual`; the result has the rows of adapters that bring this norm normalised by theirs."""
+        backend, eps = self._backend, self._eps
+        if x is None:
+            hidden = backend.rms_norm(residual, self._weight, eps)
+        else:
+            hidden = backend.add_rms_norm_(residual, x, self._weight, eps)
+        for part, rows in batch.unpaged:
+            weight = part.norms.get(self._name)
+            if weight is not None:
+                hidden[rows] = backend.rms_norm(residual[rows], weight, eps)
         return hidden
 
 
@@ -60,8 +78,8 @@ class DecoderLayer:
         parallel: TensorParallel,
         backend: Backend,
     ) -> None:
-        def norm(name: str, size: int) -> Tensor:
-            return checkpoint.tensor(f"model.layers.{layer}.{name}.weight", (size,)).to(backend.device)
+        def norm(name: str) -> Tensor:
+            return checkpoint.tensor(f"model.layers.{layer}.{name}.weight", (arch.head_dim,)).to(backend.device)
 
         self._backend = backend
         self._parallel = parallel
@@ -69,10 +87,8 @@ class DecoderLayer:
         self._eps = arch.rms_norm_eps
         self._scale = arch.head_dim**-0.5
         self._window = arch.sliding_windows[layer]
-        self.input_norm = norm("input_layernorm", arch.hidden_size)
-        self.post_attention_norm = norm("post_attention_layernorm", arch.hidden_size)
-        self._q_norm = norm("self_attn.q_norm", arch.head_dim) if arch.qk_norm else None
-        self._k_norm = norm("self_attn.k_norm", arch.head_dim) if arch.qk_norm else None
+        self._q_norm = norm("self_attn.q_norm") if arch.qk_norm else None
+        self._k_norm = norm("self_attn.k_norm") if arch.qk_norm else None
         self._qkv, self._o, self._gate_up, self._down = (
             LoRALinear(fused, layer, checkpoint, pool, parallel, backend) for fused in arch.fused_linears
         )
@@ -126,37 +142,3 @@ class LoRALinear:
         if members is not None:
             self._scale_shift_(y, self._scale, self._shift, members)
         return y
-
-
-class Vocabulary:
-    """Token embeddings and the output projection, each cut over the ranks by vocabulary; one weight where tied."""
-
-    def __init__(self, arch: Architecture, checkpoint: Checkpoint, parallel: TensorParallel, backend: Backend) -> None:
-        self._parallel, self._vocab_size = parallel, arch.vocab_size
-        self._width = -(-arch.vocab_size // parallel.size)
-        first = min(parallel.rank * self._width, arch.vocab_size)
-        self._part = slice(first, min(first + self._width, arch.vocab_size))
-
-        def read(name: str) -> Tensor:
-            weight = checkpoint.tensor(name, (arch.vocab_size, arch.hidden_size), rows=self._part)
-            absent = self._width - weight.shape[0]
-            if absent:
-                weight = torch.cat((weight, weight.new_zeros(absent, arch.hidden_size)))
-            return weight.to(backend.device)
-
-        embedding, tied = "model.embed_tokens.weight", arch.tie_word_embeddings
-        self._head = backend.linear(read(embedding if tied else "lm_head.weight"), None, tied)
-        self._lookup = self._head if tied else Linear(read(embedding), None)
-
-    def embed(self, token_ids: Tensor) -> Tensor:
-        """Token ids [num_tokens] to hidden states [num_tokens, hidden_size]."""
-        if self._parallel.size == 1:
-            return self._lookup.rows(token_ids)
-        local = token_ids - self._part.start
-        absent = (local < 0) | (local >= self._width)
-        rows = self._lookup.rows(local.masked_fill(absent, 0))
-        return self._parallel.all_reduce_(rows.masked_fill_(absent.unsqueeze(1), 0))
-
-    def logits(self, hidden: Tensor) -> Tensor | None:
-        """Logits [num_rows, vocab_size], gathered on rank 0; None on the others. Every rank must call it."""
-        return self._parallel.gather_columns(self._head(hidden), self._vocab_size)

@@ -1,6 +1,6 @@
 """One rank: its part of the model, its caches, and the execution of plans."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from itertools import pairwise
 
@@ -20,6 +20,7 @@ from ray_lora.model.llama import Decoder
 from ray_lora.model.rotary import RotaryTables
 from ray_lora.model.sampler import Sampler, token_logprobs
 from ray_lora.model.tensor_parallel import TensorParallel
+from ray_lora.model.unpaged_part import Members, UnpagedPart, group_rows
 from ray_lora.step import ModelInfo, SampledToken, SequencePlan, StepPlan, StepResult, TokenLogprobs
 
 PROMPT_LOGPROB_ROWS = 64
@@ -49,6 +50,7 @@ class ModelRunner:
                 config.num_lora_pages,
                 config.max_loras,
                 self.adapter_dtype,
+                dtype,
                 backend.device,
             )
             if config.num_lora_pages
@@ -61,6 +63,7 @@ class ModelRunner:
         self._staged: dict[str, AdapterShard] = {}
         self._fused_modules: dict[str, frozenset[str]] = {}
         self._output_modules: dict[str, frozenset[str]] = {}
+        self._unpaged: Mapping[str, UnpagedPart] = self._pool.unpaged if self._pool is not None else {}
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult | None:
@@ -79,6 +82,7 @@ class ModelRunner:
             self._prompt_len,
             self._fused_modules,
             self._output_modules,
+            self._unpaged,
             self._backend.device,
         )
         return self._finish(plan, batch, self._decoder.forward(batch))
@@ -95,6 +99,8 @@ class ModelRunner:
         self._staged.pop(version, None)
         self._fused_modules.pop(version, None)
         self._output_modules.pop(version, None)
+        if self._pool is not None:
+            self._pool.forget(version)
 
     @property
     def staged_versions(self) -> frozenset[str]:
@@ -107,7 +113,9 @@ class ModelRunner:
         sampled: tuple[SampledToken, ...] = ()
         if sampling:
             rows = last_rows if len(sampling) == len(plan.sequences) else last_rows[sampling]
-            logits = self._decoder.logits(hidden[rows])
+            logits = self._decoder.logits(
+                hidden[rows], self._members(plan.version_of(plan.sequences[index]) for index in sampling)
+            )
             if logits is not None:
                 sampled = self._sampler.sample([plan.sequences[index] for index in sampling], logits.cpu())
         if self._parallel.rank != 0:
@@ -115,25 +123,34 @@ class ModelRunner:
         return StepResult(plan.step_id, sampled, prompt_logprobs)
 
     def _prompt_logprobs(self, plan: StepPlan, batch: Batch, hidden: Tensor) -> dict[int, tuple[TokenLogprobs, ...]]:
-        wanted = [index for index, sequence in enumerate(plan.sequences) if sequence.prompt_logprobs]
-        if not wanted:
+        if not any(sequence.prompt_logprobs for sequence in plan.sequences):
             return {}
         starts = list(pairwise(batch.tables.query_starts.tolist()))
         return {
-            plan.sequences[index].request_id: tuple(self._chunk_logprobs(plan.sequences[index], hidden, *starts[index]))
-            for index in wanted
+            sequence.request_id: tuple(
+                self._chunk_logprobs(sequence, plan.version_of(sequence), hidden, *starts[index])
+            )
+            for index, sequence in enumerate(plan.sequences)
+            if sequence.prompt_logprobs
         }
 
-    def _chunk_logprobs(self, sequence: SequencePlan, hidden: Tensor, first: int, last: int) -> Iterator[TokenLogprobs]:
+    def _chunk_logprobs(
+        self, sequence: SequencePlan, version: str | None, hidden: Tensor, first: int, last: int
+    ) -> Iterator[TokenLogprobs]:
         """Logprobs of the prompt tokens that follow rows `first:last`; empty on ranks other than 0."""
         targets = self._sampler.prompt(sequence.request_id)[sequence.start + 1 : sequence.start + last - first + 1]
         num_top = self._sampler.num_prompt_logprobs(sequence.request_id)
         for begin in range(0, len(targets), PROMPT_LOGPROB_ROWS):
             part = targets[begin : begin + PROMPT_LOGPROB_ROWS]
-            logits = self._decoder.logits(hidden[first + begin : first + begin + len(part)])
+            rows = hidden[first + begin : first + begin + len(part)]
+            logits = self._decoder.logits(rows, self._members([version] * len(part)))
             if logits is not None:
                 for row, token_id in zip(logits.float().cpu(), part, strict=True):
                     yield token_logprobs(row, token_id, num_top)
+
+    def _members(self, versions: Iterable[str | None]) -> Members:
+        """Rows of adapters that may bring a head, where row `i` uses the adapter `versions[i]`."""
+        return group_rows(versions, self._unpaged, self._backend.device) if self._unpaged else ()
 
     def _prompt_len(self, request_id: int) -> int:
         return len(self._sampler.prompt(request_id))

@@ -1,4 +1,6 @@
+from dataclasses import replace
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 import torch
@@ -6,7 +8,7 @@ import torch
 from ray_lora.adapters.output_change import ROWS_AT_ONCE, change_outputs, row_norms
 from ray_lora.adapters.peft_weights import AdapterWeights, LoRAWeight
 from ray_lora.adapters.shard import shard_weights
-from ray_lora.architecture import Architecture, Projection, parse_architecture
+from ray_lora.architecture import EMBEDDING, HEAD, Architecture, Projection, parse_architecture
 from ray_lora.errors import AdapterRejectedError
 
 Q, DOWN = (0, "self_attn.q_proj"), (1, "mlp.down_proj")
@@ -31,18 +33,14 @@ def biased() -> Architecture:
 class RandomBase:
     """A base model whose every layer is drawn anew from its place."""
 
-    def __init__(self, arch: Architecture) -> None:
-        self._arch = arch
+    def weight(self, module: str, projection: Projection) -> torch.Tensor:
+        return self._draw(module, projection.out_features, projection.in_features)
 
-    def weight(self, layer: int, projection: Projection) -> torch.Tensor:
-        return self._draw(layer, projection, projection.out_features, projection.in_features)
+    def bias(self, module: str, projection: Projection) -> torch.Tensor:
+        return self._draw(module, projection.out_features)
 
-    def bias(self, layer: int, projection: Projection) -> torch.Tensor:
-        return self._draw(layer, projection, projection.out_features)
-
-    def _draw(self, layer: int, projection: Projection, *shape: int) -> torch.Tensor:
-        seed = 100 * layer + self._arch.projections.index(projection)
-        return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    def _draw(self, module: str, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=torch.Generator().manual_seed(crc32(module.encode())))
 
 
 def lora_weight(projection: Projection, **vectors: torch.Tensor) -> LoRAWeight:
@@ -55,14 +53,14 @@ def lora_weight(projection: Projection, **vectors: torch.Tensor) -> LoRAWeight:
 def test_ranks_together_compute_what_the_definition_says(tp_size: int, biased: Architecture) -> None:
     """magnitude / norm * (x @ W.T + x @ A.T @ B.T) + replaced bias, for a column- and a row-parallel module."""
     projections = {projection.name: projection for projection in biased.projections}
-    base = RandomBase(biased)
+    base = RandomBase()
     for layer, name in (Q, DOWN):
-        projection = projections[name]
+        projection, module = projections[name], f"model.layers.{layer}.{name}"
         magnitude, new_bias = torch.rand(projection.out_features) + 0.5, torch.randn(projection.out_features)
         weight = lora_weight(projection, magnitude=magnitude)
         weights = AdapterWeights({(layer, name): weight}, 0, {(layer, name): new_bias})
         changed = change_outputs(weights, biased, lambda: base)
-        base_weight, base_bias = base.weight(layer, projection), base.bias(layer, projection)
+        base_weight, base_bias = base.weight(module, projection), base.bias(module, projection)
         x = torch.randn(5, projection.in_features)
         whole = base_weight + weight.lora_b @ weight.lora_a
         expected = x @ (magnitude / whole.norm(dim=1) * whole.T) + new_bias
@@ -87,7 +85,7 @@ def test_changes_of_outputs_travel_as_float32_whatever_the_pages_hold(dtype: tor
     """Behind an odd number of half-precision values, at that."""
     projection = biased.projections[0]
     weight = LoRAWeight(torch.randn(1, 48), torch.randn(48, 1), bias=torch.randn(48))
-    weights = change_outputs(AdapterWeights({Q: weight}, 0), biased, lambda: RandomBase(biased))
+    weights = change_outputs(AdapterWeights({Q: weight}, 0), biased, lambda: RandomBase())
     shard = shard_weights(weights, biased, "v", 0, 1, dtype)
     (output,) = shard.outputs
     change = shard.output_change(output)
@@ -106,8 +104,8 @@ def test_norms_are_those_of_all_rows_at_once() -> None:
 
 
 def test_a_magnitude_of_a_row_of_zeros_is_refused_by_its_tensor(biased: Architecture) -> None:
-    base, weight = RandomBase(biased), lora_weight(biased.projections[0], magnitude=torch.ones(48))
-    base.weight = lambda layer, projection: -weight.lora_b @ weight.lora_a  # type: ignore[method-assign]
+    base, weight = RandomBase(), lora_weight(biased.projections[0], magnitude=torch.ones(48))
+    base.weight = lambda module, projection: -weight.lora_b @ weight.lora_a  # type: ignore[method-assign]
     with pytest.raises(AdapterRejectedError, match="row of zeros") as caught:
         change_outputs(AdapterWeights({Q: weight}, 0), biased, lambda: base)
     assert caught.value.param == "base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector"
@@ -120,3 +118,14 @@ def test_a_plain_adapter_never_opens_the_base(biased: Architecture, tmp_path: Pa
         raise AssertionError("opened")
 
     assert change_outputs(weights, biased, open_base) is weights
+
+
+@pytest.mark.parametrize("module", [EMBEDDING, HEAD])
+def test_another_base_in_the_file_is_refused_by_its_tensor(module: str, biased: Architecture) -> None:
+    own = RandomBase().weight(module, biased.vocabulary[module])
+    copy = own.T if module == EMBEDDING else own
+    weights = AdapterWeights({Q: lora_weight(biased.projections[0])}, 0, base_copies={module: copy})
+    assert not change_outputs(weights, biased, RandomBase).base_copies
+    with pytest.raises(AdapterRejectedError, match="save_embedding_layers=False") as caught:
+        change_outputs(replace(weights, base_copies={module: copy + 1}), biased, RandomBase)
+    assert caught.value.param == f"base_model.model.{module}.base_layer.weight"

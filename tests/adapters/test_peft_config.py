@@ -55,9 +55,6 @@ REFUSED_VALUES = [
     ("init_lora_weights", "loftq"),
     ("init_lora_weights", "lora_ga"),
     ("init_lora_weights", "of tomorrow"),
-    ("modules_to_save", ["lm_head"]),
-    ("trainable_token_indices", [1, 2]),
-    ("trainable_token_indices", {"embed_tokens": [1]}),
     ("target_parameters", ["mlp.experts.gate_up_proj"]),
     ("layer_replication", [[0, 2], [1, 2]]),
     ("megatron_config", {"hidden_size": 64}),
@@ -113,6 +110,12 @@ def test_a_rejection_can_be_encoded_whatever_the_file_says() -> None:
         *[(field, value) for field in ("use_rslora", "use_dora", "lora_bias") for value in (1, "true", [])],
         *[("bias", value) for value in (None, True, "boft_only", ["all"])],
         *[("target_modules", value) for value in (3, {"q_proj": 1}, ["q_proj", 3], "(", "*")],
+        *[("modules_to_save", value) for value in (True, 3, {"lm_head": 1}, [3], ["lm.*head"], [""])],
+        *[
+            ("trainable_token_indices", value)
+            for value in (True, "5", [1.0], [True], [-1], [2, 2], {"a": 1}, {"(": [1]})
+        ],
+        *[("ensure_weight_tying", value) for value in (1, "true")],
         *[("exclude_modules", value) for value in (3, {}, [None], "[")],
         *[("rank_pattern", value) for value in ([], "x", {"q_proj": 0}, {"q_proj": "8"}, {"q_proj": 513}, {"(": 8})],
         *[("alpha_pattern", value) for value in ([], {"q_proj": None}, {"q_proj": math.nan}, {"a(?P<": 8})],
@@ -128,8 +131,17 @@ def test_a_bias_of_b_beside_dora_is_refused_as_peft_refuses_it() -> None:
 
 
 def test_kinds_of_training_are_part_of_the_meaning() -> None:
-    kinds = [{}, {"use_dora": True}, {"lora_bias": True}, {"bias": "all"}, {"bias": "lora_only"}]
+    kinds: list[dict[str, Any]] = [{}, {"use_dora": True}, {"lora_bias": True}, {"bias": "all"}, {"bias": "lora_only"}]
+    kinds += [{"modules_to_save": ["lm_head"]}, {"trainable_token_indices": [3]}, {"ensure_weight_tying": True}]
+    kinds += [{"trainable_token_indices": {"lm_head": [3]}}, {"trainable_token_indices": [4]}]
     assert len({parse(**fields).canonical() for fields in kinds}) == len(kinds)
+
+
+def test_what_trains_nothing_beside_lora_is_nothing() -> None:
+    for value in (None, False, [], {}):
+        assert parse(trainable_token_indices=value) == parse()
+    for value in (None, False, []):
+        assert parse(modules_to_save=value) == parse()
 
 
 def test_layer_fields_are_refused_where_peft_refuses_them() -> None:

@@ -12,7 +12,7 @@ from peft.utils.other import get_pattern_key
 from transformers import LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from ray_lora.adapters.peft_config import parse_peft_config
-from ray_lora.adapters.peft_targets import TargetModule, _unserved_modules, resolve_targets, served_modules
+from ray_lora.adapters.peft_targets import TargetModule, module_names, resolve_targets, served_modules
 from ray_lora.architecture import Architecture, parse_architecture
 from ray_lora.errors import AdapterRejectedError
 
@@ -98,6 +98,7 @@ choices = st.fixed_dictionaries(
         "rank_pattern": st.dictionaries(st.sampled_from(LISTED + EXPRESSIONS), st.integers(1, 9)),
         "alpha_pattern": st.dictionaries(st.sampled_from(LISTED + EXPRESSIONS), st.integers(-3, 9)),
         "use_rslora": st.booleans(),
+        "modules_to_save": st.lists(st.sampled_from(["lm_head", "embed_tokens", "norm", "mlp", "1.mlp", "q_proj"])),
     },
 )
 
@@ -105,14 +106,12 @@ choices = st.fixed_dictionaries(
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(fields=choices)
 def test_any_configuration_selects_what_peft_selects_or_is_refused(fields: dict[str, Any], arch: Architecture) -> None:
-    served = served_modules(arch)
+    served = served_modules(arch) | arch.vocabulary
     try:
         config = LoraConfig(**(DEFAULTS | fields))
     except ValueError:  # layers with a regular expression, or a pattern without layers
         config = None
-    expected = config and {
-        name for name in (*served, *_unserved_modules(arch)) if check_target_module_exists(config, name)
-    }
+    expected = config and {name for name in module_names(arch) if check_target_module_exists(config, name)}
     spelt_out = fields.get("layers_to_transform", []) != [] and not served.keys().isdisjoint(fields["target_modules"])
     try:
         targets = resolve(arch, **fields)
@@ -150,8 +149,8 @@ def test_targets_come_in_the_order_they_run(arch: Architecture) -> None:
         ({"target_modules": ["q_proj"], "exclude_modules": ["q_proj"]}, "target_modules"),
         ({"target_modules": ["q_proj"], "layers_to_transform": [7]}, "target_modules"),
         ({"target_modules": "q_proj"}, "target_modules"),
-        ({"target_modules": ["q_proj", "lm_head"]}, "target_modules"),
-        ({"target_modules": ["embed_tokens"]}, "target_modules"),
+        ({"target_modules": ["q_proj", "norm"]}, "target_modules"),
+        ({"target_modules": ["lm_head"], "modules_to_save": ["lm_head"]}, "target_modules"),
         ({"target_modules": ["mlp"]}, "target_modules"),
         ({"target_modules": r"model\.layers\.0.*"}, "target_modules"),
         ({"target_modules": ["model.layers.0.mlp.up_proj"], "layers_to_transform": [0]}, "layers_to_transform"),
@@ -178,4 +177,5 @@ def test_the_known_modules_are_those_of_the_models(arch: Architecture, tiny_llam
     qwen3_arch = parse_architecture(config.to_dict(), {})
     for model, its_arch in ((tiny_llama, arch), (Qwen3ForCausalLM(config), qwen3_arch)):
         names = {name for name, _ in model.named_modules() if name}
-        assert set(served_modules(its_arch)) < names <= {*served_modules(its_arch), *_unserved_modules(its_arch)}
+        assert names == set(module_names(its_arch))
+        assert set(served_modules(its_arch)) | set(its_arch.vocabulary) | set(its_arch.norms) < names

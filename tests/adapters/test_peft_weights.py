@@ -1,5 +1,6 @@
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -236,6 +237,27 @@ def test_a_rank_above_the_limit_names_the_key_to_raise(
     with pytest.raises(AdapterRejectedError, match="raise max_lora_rank") as caught:
         read_weights(adapter_dir, arch, 64)
     assert caught.value.param == param
+
+
+def test_embeddings_take_no_bias_as_in_peft(adapter_dir: Path, arch: Architecture) -> None:
+    edit_config(adapter_dir, target_modules=["embed_tokens"], layers_to_transform=None, lora_bias=True)
+    with pytest.raises(AdapterRejectedError, match="embed_tokens") as caught:
+        read_weights(adapter_dir, arch, 64)
+    assert caught.value.param == "lora_bias"
+
+
+def test_ties_that_the_file_breaks_are_refused(adapter_dir: Path, arch: Architecture) -> None:
+    """PEFT would let the one that it reads last win."""
+    tied = replace(arch, tie_word_embeddings=True)
+    edit_config(adapter_dir, modules_to_save=["lm_head"], ensure_weight_tying=True)
+    embedding, head = (f"base_model.model.{name}.weight" for name in ("model.embed_tokens", "lm_head"))
+    put(embedding, torch.ones(96, 64))(adapter_dir)
+    put(head, torch.ones(96, 64))(adapter_dir)
+    assert set(read_weights(adapter_dir, tied, 64).saved) == {"model.embed_tokens", "lm_head"}
+    put(head, torch.zeros(96, 64))(adapter_dir)
+    with pytest.raises(AdapterRejectedError, match="differ in the file") as caught:
+        read_weights(adapter_dir, tied, 64)
+    assert caught.value.param == "ensure_weight_tying"
 
 
 def test_an_r_that_no_module_has_is_not_limited(adapter_dir: Path, arch: Architecture) -> None:

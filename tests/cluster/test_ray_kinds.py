@@ -15,22 +15,15 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 BIASED: dict[str, Any] = {"num_key_value_heads": 6, "attention_bias": True, "mlp_bias": True, "vocab_size": 322}
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("tp-kinds") / "model", "llama", **BIASED)
-
-
-@pytest.fixture(scope="module")
-def adapters(checkpoint: Path) -> dict[str, str]:
-    made = checkpoint.parent
-    return {name: str(make_adapter(made / name, checkpoint, i, **kind)) for i, (name, kind) in enumerate(KINDS.items())}
-
-
-@pytest.mark.parametrize("tp_size", [2, 3])
-def test_ranks_answer_as_peft_does_for_every_kind(tp_size: int, checkpoint: Path, adapters: dict[str, str]) -> None:
+@pytest.mark.parametrize(("tp_size", "tied"), [(2, False), (3, True)])
+def test_ranks_answer_as_peft_does_for_every_kind(tp_size: int, tied: bool, tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path / "model", "llama", **BIASED, tie_word_embeddings=tied)
+    adapters = {
+        name: str(make_adapter(tmp_path / name, checkpoint, i, **kind)) for i, (name, kind) in enumerate(KINDS.items())
+    }
     names = [None, *adapters, None]
     prompts = random_prompts(len(names), 322, longest=30)
-    args = {"kv_cache_memory_bytes": 1 << 23, "adapter_store_dir": str(checkpoint.parent / "store")}
+    args = {"kv_cache_memory_bytes": 1 << 23, "adapter_store_dir": str(tmp_path / "store")}
     with LLM(str(checkpoint), adapters, tensor_parallel_size=tp_size, max_loras=len(adapters), **args) as llm:
         produced = [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY, names)]
     for prompt, name, tokens in zip(prompts, names, produced, strict=True):

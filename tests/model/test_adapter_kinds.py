@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from peft import LoraConfig, get_peft_model
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 
 from ray_lora import LLM, AdapterRejectedError, SamplingParams
+from ray_lora.cluster.local import LocalExecutor
 from tests.kinds import IGNORE_PEFT_WARNINGS, KINDS
 from tests.tiny import expected_tokens, load, make_adapter, make_checkpoint, perturb, random_prompts
 
@@ -20,6 +22,7 @@ BASES: dict[str, dict[str, Any]] = {
     "qwen2-tied": {"tie_word_embeddings": True},
     "qwen3": {"attention_bias": True},
 }
+MIXED = ("plain", "dora-bias", "norms", "saved-head", "lora-both", "tokens")
 NAMES = [None, *KINDS, None, *reversed(KINDS)]
 
 
@@ -39,7 +42,7 @@ def adapters(checkpoint: Path) -> dict[str, str]:
 def llm(checkpoint: Path, adapters: dict[str, str]) -> Iterator[LLM]:
     store = str(checkpoint.parent / "store")
     args = {"kv_cache_memory_bytes": 1 << 24, "adapter_store_dir": store, "enable_prefix_caching": False}
-    with LLM(str(checkpoint), adapters=adapters, max_num_batched_tokens=96, **args) as llm:
+    with LLM(str(checkpoint), adapters=adapters, max_loras=len(KINDS), max_num_batched_tokens=96, **args) as llm:
         yield llm
 
 
@@ -65,7 +68,64 @@ def test_rows_of_the_base_and_of_plain_adapters_do_not_notice(llm: LLM) -> None:
     assert mixed == others([name if name == "plain" else None for name in NAMES])
 
 
-@pytest.mark.filterwarnings("ignore:(PiSSA|OLoRA) changes the base weights")
+def open_with(checkpoint: Path, adapters: dict[str, str], **args: Any) -> LLM:
+    store = str(checkpoint.parent / "store")
+    return LLM(
+        str(checkpoint), {name: adapters[name] for name in MIXED}, adapter_store_dir=store,
+        kv_cache_memory_bytes=1 << 24, **args,
+    )  # fmt: skip
+
+
+def test_kinds_take_turns_on_the_device_and_leave_nothing_behind(checkpoint: Path, adapters: dict[str, str]) -> None:
+    names = list(MIXED) * 2
+    prompts = random_prompts(len(names), 320, seed=2, longest=20)
+    with open_with(checkpoint, adapters, max_loras=2) as llm:
+        for _ in range(2):
+            produced = [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY, names)]
+            for name, prompt, tokens in zip(names, prompts, produced, strict=True):
+                assert tokens == expected_tokens(checkpoint, Path(adapters[name]), [prompt], 16)[0], name
+        executor = llm._engine._executor
+        assert isinstance(executor, LocalExecutor)
+        runner = executor._worker._runner
+        for name in MIXED:
+            llm.unload_adapter(name)
+        llm.generate(prompts[:1], GREEDY)
+        assert runner._pool is not None
+        assert not runner._pool.unpaged
+        assert not runner.staged_versions
+
+
+def test_logprobs_of_prompts_come_from_the_adapters_own_head(checkpoint: Path, adapters: dict[str, str]) -> None:
+    prompts = random_prompts(len(MIXED), 320, shortest=10, longest=20)
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    with open_with(checkpoint, adapters) as llm:
+        outputs = llm.generate(prompts, params, list(MIXED))
+    for name, prompt, output in zip(MIXED, prompts, outputs, strict=True):
+        model = PeftModel.from_pretrained(load(checkpoint), adapters[name]).eval()
+        with torch.inference_mode():
+            logprobs = model(input_ids=torch.tensor([prompt])).logits[0].log_softmax(-1)
+        assert output.prompt_logprobs is not None
+        for position, entry in enumerate(output.prompt_logprobs[1:]):
+            assert entry is not None
+            chosen = prompt[position + 1]
+            assert entry[chosen].logprob == pytest.approx(float(logprobs[position, chosen]), abs=2e-4), name
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_stays_close_to_float32(dtype: str, checkpoint: Path, adapters: dict[str, str]) -> None:
+    prompts = random_prompts(len(MIXED), 320)
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    logprobs: dict[str, list[float]] = {}
+    for served in ("float32", dtype):
+        with open_with(checkpoint, adapters, dtype=served) as llm:
+            outputs = llm.generate(prompts, params, list(MIXED))
+        logprobs[served] = [
+            next(iter(entry.values())).logprob for output in outputs for entry in output.prompt_logprobs or [] if entry
+        ]
+    difference = torch.tensor(logprobs["float32"]) - torch.tensor(logprobs[dtype])
+    assert difference.abs().mean() < {"bfloat16": 0.1, "float16": 0.02}[dtype]
+
+
 @pytest.mark.parametrize("kind", ["pissa", "olora"])
 def test_a_kind_that_changes_the_base_is_served_once_peft_has_converted_it(kind: str, tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path / "model", "llama")

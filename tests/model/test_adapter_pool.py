@@ -23,7 +23,7 @@ def make_arch() -> Architecture:
 
 def test_a_slot_holds_its_latest_adapter_and_nothing_of_the_one_before() -> None:
     arch = make_arch()
-    pool = AdapterPool(arch, 0, 1, 4, 2, torch.float32, torch.device("cpu"))
+    pool = AdapterPool(arch, 0, 1, 4, 2, torch.float32, torch.float32, torch.device("cpu"))
 
     def write(version: str, *changed: tuple[int, str]) -> None:
         modules = {(0, "self_attn.q_proj"): LoRAWeight(torch.ones(1, 16), torch.ones(16, 1))}

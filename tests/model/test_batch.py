@@ -47,7 +47,7 @@ def make_batch(
     block_size: int = 16,
     rotary: RotaryTables | None = None,
 ) -> Batch:
-    return build_batch(plan, block_size, rotary or make_rotary(), no_prompt_len, fused_modules or {}, {}, CPU)
+    return build_batch(plan, block_size, rotary or make_rotary(), no_prompt_len, fused_modules or {}, {}, {}, CPU)
 
 
 def as_lists(segments: Segments) -> tuple[list[int], list[int], list[int], list[int]]:
@@ -242,7 +242,7 @@ def test_dynamic_rows_depend_on_the_prompt_while_it_lasts_and_then_on_their_own_
         sequence(3, [7], 50, list(range(4, 8))),
     )
     prompt_lens = {1: 60, 2: 40, 3: 20}
-    batch = build_batch(StepPlan(1, sequences), 16, rotary, prompt_lens.__getitem__, {}, {}, CPU)
+    batch = build_batch(StepPlan(1, sequences), 16, rotary, prompt_lens.__getitem__, {}, {}, {}, CPU)
     rows = [(2, 60), (3, 60), (4, 60), (39, 40), (40, 41), (50, 51)]
     assert batch.tables.positions.tolist() == list(range(6))
     assert batch.tables.slot_mapping.tolist() == [162, 163, 164, 39, 40, 114]
