@@ -24,7 +24,7 @@ HONOURED = frozenset(
         "ensure_weight_tying",
     }
 )
-"""`peft_config.py` parses these, `peft_targets.py` applies them."""
+"""`peft_config.py` parses these; `peft_targets.py`, `peft_saved.py` and `peft_keys.py` apply them."""
 
 IRRELEVANT = {
     "auto_mapping": "names a Python class of the trainer",

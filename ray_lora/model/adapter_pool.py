@@ -51,7 +51,8 @@ class AdapterPool:
         self.fused: dict[str, FusedPages] = {}
         self.unpaged: dict[str, UnpagedPart] = {}
         """By version."""
-        self._versions: dict[int, str] = {}
+        self._unpaged_slots: dict[str, int] = {}
+        """The slots of these versions."""
         self._places: dict[str, tuple[str, int]] = {}
         for fused in arch.fused_linears:
             offsets = [0]
@@ -76,10 +77,12 @@ class AdapterPool:
 
     def write(self, adapter: AdapterPlan, shard: AdapterShard) -> None:
         """Put an adapter into its pages and its slot; whatever they held before is gone."""
-        self.forget(self._versions.get(adapter.slot, ""))
-        self._versions[adapter.slot] = adapter.version
+        for version, slot in list(self._unpaged_slots.items()):
+            if slot == adapter.slot:
+                self.forget(version)
         if shard.header.unpaged:
             self.unpaged[adapter.version] = UnpagedPart.of(shard, self._served_dtype, self._device)
+            self._unpaged_slots[adapter.version] = adapter.slot
         self._write_outputs(adapter.slot, shard)
         pages = adapter.pages
         for fused in self.fused.values():
@@ -99,6 +102,7 @@ class AdapterPool:
     def forget(self, version: str) -> None:
         """Free what an adapter has outside its pages and its slot."""
         self.unpaged.pop(version, None)
+        self._unpaged_slots.pop(version, None)
 
     def _write_outputs(self, slot: int, shard: AdapterShard) -> None:
         for name in {self._places[entry.projection][0] for entry in shard.outputs}:

@@ -41,3 +41,28 @@ def test_a_slot_holds_its_latest_adapter_and_nothing_of_the_one_before() -> None
     write("second", (1, "self_attn.v_proj"))
     assert (held(0), held(1)) == (([1, 1, 1], [0, 0, 0]), ([1, 1, 3], [0, 0, 5]))
     assert not pool.fused[QKV].scale[:, 0].any(), "another slot was written"
+
+
+def test_what_is_not_paged_lives_as_long_as_its_adapter_holds_a_slot_whichever_it_is() -> None:
+    arch = make_arch()
+    pool = AdapterPool(arch, 0, 1, 4, 3, torch.float32, torch.float32, torch.device("cpu"))
+    modules = {(0, "self_attn.q_proj"): LoRAWeight(torch.ones(1, 16), torch.ones(16, 1))}
+
+    def write(version: str, slot: int, **parts: dict[str, torch.Tensor]) -> None:
+        shard = shard_weights(AdapterWeights(modules, 0, **parts), arch, version, 0, 1, torch.float32)
+        pool.write(AdapterPlan(version, (slot,), slot), shard)
+
+    norm = {"model.norm": torch.full((16,), 2.0)}
+    write("x", 1, saved=norm)
+    write("y", 2, saved={"lm_head": torch.ones(32, 16)})
+    write("x", 0, saved=norm)
+    write("plain", 1)
+    assert set(pool.unpaged) == {"x", "y"}, "x has moved to slot 0 meanwhile"
+    assert torch.equal(pool.unpaged["x"].norms["model.norm"], norm["model.norm"])
+    assert pool.unpaged["x"].head is None
+    assert pool.unpaged["y"].head is not None
+    write("plain", 2)
+    assert set(pool.unpaged) == {"x"}
+    pool.forget("x")
+    pool.forget("x")
+    assert not pool.unpaged
