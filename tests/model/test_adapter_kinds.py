@@ -9,6 +9,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from ray_lora import LLM, AdapterRejectedError, SamplingParams
+from ray_lora.backends.cpu import CPUBackend
 from ray_lora.cluster.local import LocalExecutor
 from tests.kinds import IGNORE_PEFT_WARNINGS, KINDS
 from tests.tiny import expected_tokens, load, make_adapter, make_checkpoint, perturb, random_prompts
@@ -22,7 +23,7 @@ BASES: dict[str, dict[str, Any]] = {
     "qwen2-tied": {"tie_word_embeddings": True},
     "qwen3": {"attention_bias": True},
 }
-MIXED = ("plain", "dora-bias", "norms", "saved-head", "lora-both", "tokens")
+MIXED = ("plain", "dora", "dora-bias", "norms", "saved-head", "lora-both", "tokens")
 NAMES = [None, *KINDS, None, *reversed(KINDS)]
 
 
@@ -74,6 +75,37 @@ def open_with(checkpoint: Path, adapters: dict[str, str], **args: Any) -> LLM:
         str(checkpoint), {name: adapters[name] for name in MIXED}, adapter_store_dir=store,
         kv_cache_memory_bytes=1 << 24, **args,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("plain", {}),
+        ("dora", {"scale_shift_": 16 * 3 * 4}),
+        ("lora-both", {"change_embedding_": 16, "change_logits_": 16}),
+    ],
+)
+def test_only_adapters_that_need_it_run_more_code(
+    name: str, expected: dict[str, int], checkpoint: Path, adapters: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    backend = CPUBackend()
+
+    def count(operator: str) -> None:
+        original = getattr(backend, operator)
+
+        def counted(*args: Any) -> None:
+            calls.append(operator)
+            original(*args)
+
+        monkeypatch.setattr(backend, operator, counted)
+
+    for operator in ("scale_shift_", "change_embedding_", "change_logits_"):
+        count(operator)
+    monkeypatch.setattr("ray_lora.cluster.worker.make_backend", lambda device: backend)
+    with open_with(checkpoint, adapters) as llm:
+        llm.generate(random_prompts(2, 320), GREEDY, [name, None])
+    assert {operator: calls.count(operator) for operator in calls} == expected
 
 
 def test_kinds_take_turns_on_the_device_and_leave_nothing_behind(checkpoint: Path, adapters: dict[str, str]) -> None:
