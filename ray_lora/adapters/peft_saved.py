@@ -24,7 +24,8 @@ class SavedModules:
 
 
 def resolve_saved(config: PeftConfig, targets: tuple[TargetModule, ...], arch: Architecture) -> SavedModules:
-    """
+    """What the file must hold beside LoRA.
+
     Raises:
         AdapterRejectedError: a module that is not served, or one that is changed in two ways.
     """

@@ -98,11 +98,15 @@ class ShardHeader:
         return _aligned(self.data_bytes)
 
     @property
+    def outputs_end(self) -> int:
+        return self.outputs_start + 4 * (self.outputs[-1].end if self.outputs else 0)
+
+    @property
     def num_bytes(self) -> int:
         """Length of the flat uint8 tensor that goes with this header."""
         if self.unpaged:
             return self.unpaged[-1].end
-        return self.outputs_start + 4 * self.outputs[-1].end if self.outputs else self.data_bytes
+        return self.outputs_end if self.outputs else self.data_bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -149,7 +153,7 @@ class AdapterShard:
 
     def output_change(self, entry: OutputEntry) -> OutputChange:
         """Scale and shift, each `[out_features]`, float32; views."""
-        floats = self.payload[self.header.outputs_start :].view(torch.float32)
+        floats = self.payload[self.header.outputs_start : self.header.outputs_end].view(torch.float32)
         middle = entry.offset + entry.out_features
         return OutputChange(floats[entry.offset : middle], floats[middle : entry.end])
 

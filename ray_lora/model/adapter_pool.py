@@ -27,7 +27,7 @@ class FusedPages:
     """Column offsets of the slices in `out_features`, from 0 to the end."""
     scale: Tensor
     shift: Tensor
-    """[num_layers, num_slots, out_features] float32; only the slots of adapters that change this output are read."""
+    """[num_layers, num_slots, out_features] float32; a slot holds nothing until an adapter changes this output."""
 
 
 class AdapterPool:
@@ -71,8 +71,8 @@ class AdapterPool:
                 torch.zeros(shape_a, dtype=dtype, device=device),
                 torch.zeros(shape_b, dtype=dtype, device=device),
                 tuple(offsets),
-                torch.zeros(shape_outputs, device=device),
-                torch.zeros(shape_outputs, device=device),
+                torch.empty(shape_outputs, device=device),
+                torch.empty(shape_outputs, device=device),
             )
 
     def write(self, adapter: AdapterPlan, shard: AdapterShard) -> None:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ray_lora.architecture import Architecture
+from ray_lora.architecture import EMBEDDING, HEAD, Architecture
 from ray_lora.backends.base import Backend, Linear
 from ray_lora.model.batch import Batch
 from ray_lora.model.checkpoint import Checkpoint
@@ -25,9 +25,9 @@ class Vocabulary:
                 weight = torch.cat((weight, weight.new_zeros(absent, arch.hidden_size)))
             return weight.to(backend.device)
 
-        embedding, tied = "model.embed_tokens.weight", arch.tie_word_embeddings
-        self._head = backend.linear(read(embedding if tied else "lm_head.weight"), None, tied)
-        self._lookup = self._head if tied else Linear(read(embedding), None)
+        tied = arch.tie_word_embeddings
+        self._head = backend.linear(read(f"{EMBEDDING if tied else HEAD}.weight"), None, tied)
+        self._lookup = self._head if tied else Linear(read(f"{EMBEDDING}.weight"), None)
 
     def embed(self, batch: Batch) -> Tensor:
         """The hidden states [num_tokens, hidden_size] of a step's tokens."""

@@ -72,3 +72,18 @@ def test_values_beyond_float16_are_refused_by_module(arch: Architecture) -> None
     with pytest.raises(AdapterRejectedError, match="lora_dtype") as caught:
         shard_weights(weights, arch, "v", 0, 1, torch.float16)
     assert caught.value.param == EMBEDDING
+
+
+def test_changes_of_outputs_are_found_before_an_odd_number_of_bytes(arch: Architecture) -> None:
+    """What comes last may end between two float32."""
+    q = (0, "self_attn.q_proj")
+    weights = AdapterWeights(
+        modules={q: LoRAWeight(torch.ones(1, 64), torch.ones(64, 1))},
+        num_bytes=0,
+        saved={HEAD: torch.randn(VOCAB, 1)},
+        outputs={q: OutputChange(torch.randn(64), torch.randn(64))},
+    )
+    shard = shard_weights(weights, arch, "v", 0, 96, torch.bfloat16)
+    assert shard.header.num_bytes % 4 != 0
+    (output,) = shard.outputs
+    assert shard.output_change(output).scale.shape == (output.out_features,)

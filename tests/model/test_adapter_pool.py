@@ -25,6 +25,8 @@ def test_a_slot_holds_its_latest_adapter_and_nothing_of_the_one_before() -> None
     arch = make_arch()
     pool = AdapterPool(arch, 0, 1, 4, 2, torch.float32, torch.float32, torch.device("cpu"))
 
+    pool.fused[QKV].scale[:, 0] = pool.fused[QKV].shift[:, 0] = 7
+
     def write(version: str, *changed: tuple[int, str]) -> None:
         modules = {(0, "self_attn.q_proj"): LoRAWeight(torch.ones(1, 16), torch.ones(16, 1))}
         outputs = {module: OutputChange(torch.full((16,), 3.0), torch.full((16,), 5.0)) for module in changed}
@@ -40,7 +42,8 @@ def test_a_slot_holds_its_latest_adapter_and_nothing_of_the_one_before() -> None
     assert (held(0), held(1)) == (([1, 3, 1], [0, 5, 0]), ([3, 1, 1], [5, 0, 0]))
     write("second", (1, "self_attn.v_proj"))
     assert (held(0), held(1)) == (([1, 1, 1], [0, 0, 0]), ([1, 1, 3], [0, 0, 5]))
-    assert not pool.fused[QKV].scale[:, 0].any(), "another slot was written"
+    assert (pool.fused[QKV].scale[:, 0] == 7).all(), "another slot was written"
+    assert (pool.fused[QKV].shift[:, 0] == 7).all(), "another slot was written"
 
 
 def test_what_is_not_paged_lives_as_long_as_its_adapter_holds_a_slot_whichever_it_is() -> None:
