@@ -17,7 +17,7 @@ namespace ray_lora {
 namespace {
 
 constexpr int kMostThreads = 255;
-constexpr int kSpins = 3000;   // some tens of microseconds: longer than what lies between two launches of a step
+constexpr int kSpins = 500;   // some microseconds: about what lies between two launches of a step
 
 // Returns whether `done` came true while spinning.
 template <class Done>
