@@ -52,7 +52,7 @@ class Refusal:
 
 _OFF = (None, False)
 _NEW_BASE = (
-    "trains against a changed base model; convert to plain LoRA with PEFT's "
+    "trains against a changed base model; convert to plain LoRA with `ray-lora adapter convert`, or PEFT's "
     "save_pretrained(..., path_initial_model_for_weight_conversion=...)"
 )
 _PLAIN_ONLY = "only plain LoRA is supported; train without it, or merge the adapter into a base model of its own"

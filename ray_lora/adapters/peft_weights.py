@@ -19,7 +19,7 @@ from ray_lora.config import MAX_RANK
 MAX_HEADER_BYTES = 8 << 20
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 # PEFT leaves the adapter's name out of its files; some trainers write the state dict as it is, with `.default`.
-_KEY = re.compile(r"base_model\.model\.(?P<module>[\w.]+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
+TENSOR_KEY = re.compile(r"base_model\.model\.(?P<module>[\w.]+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,7 +63,7 @@ def read_weights(directory: Path, arch: Architecture, max_lora_rank: int) -> Ada
     _check_ranks(config, targets, max_lora_rank)
     file = directory / WEIGHTS_FILE
     try:
-        _check_header_length(file)
+        check_header_length(file)
         with safe_open(file, framework="pt") as tensors:
             keys = _assign_keys(list(tensors.keys()), targets, arch)
             num_bytes = 0
@@ -75,7 +75,7 @@ def read_weights(directory: Path, arch: Architecture, max_lora_rank: int) -> Ada
                 )
             modules = {
                 (target.layer, target.projection.name): LoRAWeight(
-                    _read_tensor(tensors, key_a).clone(), _scale(target, _read_tensor(tensors, key_b))
+                    read_tensor(tensors, key_a).clone(), _scale(target, read_tensor(tensors, key_b))
                 )
                 for target, key_a, key_b in keys
             }
@@ -95,7 +95,7 @@ def _check_ranks(config: PeftConfig, targets: tuple[TargetModule, ...], max_lora
         )
 
 
-def _check_header_length(file: Path) -> None:
+def check_header_length(file: Path) -> None:
     """Bound what the header may cost to parse. It is preceded by its length: 8 bytes, little-endian."""
     with file.open("rb") as reader:
         prefix = reader.read(8)
@@ -112,7 +112,7 @@ def _assign_keys(
     served = served_modules(arch)
     assigned: dict[tuple[str, str], str] = {}
     for key in sorted(keys):
-        match = _KEY.fullmatch(key)
+        match = TENSOR_KEY.fullmatch(key)
         if match is None:
             reject(
                 key,
@@ -155,7 +155,7 @@ def _check_tensor(tensors: Any, key: str, expected: list[int], config: PeftConfi
     return math.prod(expected) * DTYPES[dtype].itemsize
 
 
-def _read_tensor(tensors: Any, key: str) -> torch.Tensor:
+def read_tensor(tensors: Any, key: str) -> torch.Tensor:
     """A view of the file."""
     tensor: torch.Tensor = tensors.get_tensor(key)
     if not torch.isfinite(tensor).all():
