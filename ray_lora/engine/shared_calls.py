@@ -18,5 +18,10 @@ class SharedCalls(Generic[T]):
         task = self._tasks.get(key)
         if task is None:
             task = self._tasks[key] = asyncio.ensure_future(call())
-            task.add_done_callback(lambda _: self._tasks.pop(key))
+            task.add_done_callback(lambda done: self._finish(key, done))
         return await asyncio.shield(task)
+
+    def _finish(self, key: str, task: "asyncio.Task[T]") -> None:
+        del self._tasks[key]
+        if not task.cancelled():
+            task.exception()  # seen, even if every caller has gone away

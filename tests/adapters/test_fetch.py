@@ -10,7 +10,6 @@ from typing import Any
 
 import fsspec
 import pytest
-from file_server import FileServer, file_server
 from safetensors.torch import load_file, save_file
 
 from ray_lora.adapters import fetch as fetch_module
@@ -20,6 +19,7 @@ from ray_lora.adapters.reader import AdapterReader
 from ray_lora.adapters.store import AdapterStore
 from ray_lora.architecture import Architecture
 from ray_lora.errors import AdapterRejectedError, InvalidRequestError, NotFoundError, RayLoraError
+from tests.file_server import FileServer, file_server
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 SECRETS = ("hunter2", "Signature", "s3cret")

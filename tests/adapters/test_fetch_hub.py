@@ -6,13 +6,13 @@ from pathlib import Path
 
 import huggingface_hub.constants
 import pytest
-from file_server import FileServer, file_server
 
 from ray_lora.adapters import fetch as fetch_module
 from ray_lora.adapters.reader import AdapterReader
 from ray_lora.adapters.store import AdapterStore
 from ray_lora.architecture import Architecture
 from ray_lora.errors import AdapterRejectedError, InvalidRequestError, NotFoundError
+from tests.file_server import FileServer, file_server
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
