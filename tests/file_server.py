@@ -18,6 +18,8 @@ class FileServer:
         self.faults: list[int | str] = []
         self.gets: list[str] = []
         """Path and query of every GET."""
+        self.authorizations: list[str | None] = []
+        """The header of every GET."""
         self.num_bytes_sent = 0
         self.pause_s = 0.0
         server = self
@@ -28,6 +30,7 @@ class FileServer:
 
             def do_GET(self) -> None:
                 server.gets.append(self.path)
+                server.authorizations.append(self.headers["Authorization"])
                 time.sleep(server.pause_s)
                 fault = server.faults.pop(0) if server.faults else None
                 if isinstance(fault, int):

@@ -14,8 +14,8 @@ from ray_lora.adapters.fetch_errors import failure_of, rejection
 from ray_lora.adapters.fetch_files import download_file
 from ray_lora.adapters.fetch_hub import download_from_hub
 from ray_lora.adapters.peft_config import CONFIG_FILE
-from ray_lora.adapters.store import MAX_CONFIG_BYTES, WEIGHTS_FILE
-from ray_lora.errors import InvalidRequestError, RayLoraError
+from ray_lora.adapters.store import DISK_FULL, MAX_CONFIG_BYTES, WEIGHTS_FILE
+from ray_lora.errors import CapacityError, InvalidRequestError, RayLoraError
 from ray_lora.names import url_scheme, without_credentials
 
 DRIVERS = {"s3": "s3fs", "gs": "gcsfs", "http": "aiohttp", "https": "aiohttp", "hf": "huggingface_hub"}
@@ -34,6 +34,7 @@ def fetch(source: str, directory: Path, max_adapter_bytes: int, retries: int) ->
         InvalidRequestError: the scheme is unknown, its driver is not installed, access is denied, or there is no
             answer; `param` is `lora_path`.
         AdapterRejectedError: the weights are missing, or larger than `max_adapter_bytes`; `param` is the file.
+        CapacityError: the disk is full.
     """
     shown, scheme = without_credentials(source), url_scheme(source)
     if scheme not in DRIVERS:
@@ -62,6 +63,8 @@ def _with_retries(attempt: Callable[[], None], shown: str, scheme: str, retries:
         except ImportError:
             raise _not_installed(scheme) from None
         except Exception as error:
+            if isinstance(error, OSError) and error.errno in DISK_FULL:
+                raise CapacityError("no space left in adapter_store_dir") from None
             failure = failure_of(error)
             if not failure.is_transient or number == retries:
                 raise rejection(failure, shown, number + 1) from None

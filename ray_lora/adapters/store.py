@@ -32,6 +32,7 @@ from ray_lora.errors import AdapterRejectedError, CapacityError, ConfigError, In
 WEIGHTS_FILE = "adapter_model.safetensors"
 PICKLE_FILE = "adapter_model.bin"
 MAX_CONFIG_BYTES = 1 << 20
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _CHUNK_BYTES = 1 << 20
 _VERSION = re.compile(r"[0-9a-f]{64}")
 _INCOMING = ".incoming-"
@@ -80,7 +81,7 @@ class AdapterStore:
         try:
             return self._add(source, check)
         except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno in DISK_FULL:
                 raise CapacityError(f"no space left in adapter_store_dir {self.directory}") from None
             raise
 
@@ -119,7 +120,9 @@ class AdapterStore:
                     self._make_room(size_of(incoming))
                 self._publish(incoming, final)
                 if not self._leases.take(final):
-                    raise CapacityError(f"the copy in adapter_store_dir {self.directory} cannot be kept")
+                    raise CapacityError(
+                        f"adapter_store_dir {self.directory} cannot be locked; are too many files open?"
+                    )
             return final
 
     def _make_room(self, num_bytes: int) -> None:

@@ -6,6 +6,7 @@ system lets go of the locks of a process that ends, however it ends.
 
 import fcntl
 import os
+import resource
 import shutil
 import threading
 from collections import Counter
@@ -13,11 +14,20 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+MAX_DESCRIPTORS = 1 << 16
+
 
 class Leases:
-    """The contents that this process uses, each as often as it was taken. Safe to share between threads."""
+    """The contents that this process uses, each as often as it was taken. Safe to share between threads.
+
+    Each takes a file descriptor, so the process is allowed more of them, up to `MAX_DESCRIPTORS`.
+    """
 
     def __init__(self) -> None:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(MAX_DESCRIPTORS, hard)
+        if soft != resource.RLIM_INFINITY and soft < wanted:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         self._lock = threading.Lock()
         self._descriptors: dict[str, int] = {}
         self._counts: Counter[str] = Counter()

@@ -1,5 +1,7 @@
 """Remote adapters: from a server on loopback, and from fsspec's file system in memory."""
 
+import base64
+import errno
 import json
 import logging
 import pickle
@@ -18,7 +20,7 @@ from ray_lora.adapters.fetch import DRIVERS, fetch
 from ray_lora.adapters.reader import AdapterReader
 from ray_lora.adapters.store import AdapterStore
 from ray_lora.architecture import Architecture
-from ray_lora.errors import AdapterRejectedError, InvalidRequestError, NotFoundError, RayLoraError
+from ray_lora.errors import AdapterRejectedError, CapacityError, InvalidRequestError, NotFoundError, RayLoraError
 from tests.file_server import FileServer, file_server
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -166,6 +168,7 @@ def test_credentials_are_used_and_never_shown(
     assert f"http://{server.address}/mine" in shown
     assert not any(secret in shown + caplog.text for secret in SECRETS)
     assert server.gets[0] == f"/mine/{CONFIG}?Signature=abc"
+    assert server.authorizations[0] == "Basic " + base64.b64encode(b"s3cret:hunter2").decode()
 
 
 def test_an_unknown_scheme_lists_the_known_ones(reader: AdapterReader) -> None:
@@ -257,6 +260,15 @@ def test_a_drivers_errors_become_ours(
     assert len(calls) == (4 if is_tried_again else 1)
     assert caught.value.param == "lora_path"
     assert "Signature" not in "".join(traceback.format_exception(caught.value))
+
+
+def test_a_full_disk_is_a_lack_of_capacity(memory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(type(memory), "get_file", fail)
+    with pytest.raises(CapacityError, match="adapter_store_dir"):
+        fetch("memory://bucket/mine", tmp_path, 1 << 20, retries=3)
 
 
 def test_pauses_double_up_to_a_limit(memory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

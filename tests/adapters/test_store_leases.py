@@ -128,6 +128,17 @@ def test_other_things_in_the_directory_are_left_alone(store: AdapterStore, adapt
     assert "notes" in versions(store)
 
 
+def test_more_contents_than_a_process_may_usually_open_are_kept(tmp_path: Path) -> None:
+    script = (
+        "import resource, sys; from pathlib import Path; from ray_lora.adapters.store_leases import Leases\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))\n"
+        "leases, root = Leases(), Path(sys.argv[1])\n"
+        "for number in range(200): (root / str(number)).mkdir(); assert leases.take(root / str(number))"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(store_module.__file__).parents[2])}
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)], env=environment, check=True)
+
+
 def test_content_that_is_gone_cannot_be_taken(store: AdapterStore) -> None:
     assert not store.take("0" * 64)
 
