@@ -6,9 +6,8 @@ from setuptools import Extension, setup
 
 KERNELS = Path("kernels/cpu")
 
-# A plain C library that ctypes loads, not a Python module. Compiled with OpenMP but linked without its runtime: the
-# symbols resolve to the runtime that torch has loaded, so that there is one pool of threads. No -march: the library
-# chooses the instruction set when it runs. Optional: without a compiler the install succeeds, and the references serve.
+# A plain C library that ctypes loads, not a Python module. No -march: the library chooses the instruction set when it
+# runs. Optional: without a compiler the install succeeds, and the references serve.
 cpu_kernels = Extension(
     "ray_lora.backends._cpu_kernels",
     sources=sorted(map(str, KERNELS.glob("*.cpp"))),
@@ -17,7 +16,7 @@ cpu_kernels = Extension(
         "-std=c++17",
         "-O3",
         "-g0",
-        "-fopenmp",
+        "-pthread",
         "-fvisibility=hidden",
         "-fno-math-errno",
         "-fno-trapping-math",
@@ -28,6 +27,7 @@ cpu_kernels = Extension(
         "-Wno-uninitialized",  # GCC 12 warns of its own intrinsics
         "-Wno-maybe-uninitialized",
     ],
+    extra_link_args=["-pthread"],
     language="c++",
     optional=True,
 )

@@ -82,10 +82,12 @@ def with_llm(adapters: dict[str, str], same: dict[str, str], store: str, lora_dt
     }
     with LLM(str(MODEL), adapters={**adapters, **distinct}, **args) as llm:
         llm.generate(prompts(), PARAMS)
-        return {
-            name: NUM_REQUESTS * NUM_OUTPUT / seconds(partial(llm.generate, prompts(), PARAMS, used), 3)
-            for name, used in workloads.items()
-        }
+        best = dict.fromkeys(workloads, 0.0)
+        for _ in range(4):  # in turn, so that a busy moment of the machine does not fall on one alone
+            for name, used in workloads.items():
+                rate = NUM_REQUESTS * NUM_OUTPUT / seconds(partial(llm.generate, prompts(), PARAMS, used), 1)
+                best[name] = max(best[name], rate)
+        return best
 
 
 def main() -> None:

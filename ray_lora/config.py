@@ -11,6 +11,8 @@ from ray_lora.adapter import PAGE_RANK, num_pages
 from ray_lora.errors import ConfigError
 
 MAX_RANK = 512
+MAX_FETCHES = 4
+"""Downloads of adapters at a time, so that threads are left for everything else."""
 
 
 class LoRAModule(BaseModel):
@@ -67,6 +69,14 @@ class EngineConfig(BaseModel):
     """Adapters loaded at start: a list of `{name, path}` or `name=path`, or a mapping of names to paths."""
     adapter_store_dir: str = "~/.cache/ray_lora/adapters"
     """Content-addressed copies of loaded adapters."""
+    adapter_store_max_bytes: int = Field(64 << 30, ge=1)
+    """All copies together; beyond that the least recently used go, but none that is registered."""
+    max_adapter_bytes: int = Field(32 << 30, ge=1)
+    """Weights of one adapter. Rank 512 on every projection of a 70B model, in float32, is 27 GB."""
+    adapter_fetch_retries: int = Field(3, ge=0)
+    """How often a download is tried again after a transient failure."""
+    lora_resolver_dir: str | None = None
+    """A local directory whose folders are adapters: one that is requested by its name is loaded on first use."""
     adapter_load_timeout_s: float = Field(60.0, gt=0)
     """Longest wait of a rank for the others while an adapter is staged."""
 
@@ -96,6 +106,8 @@ class EngineConfig(BaseModel):
             raise ValueError("distributed_executor_backend 'local' keeps one rank; tensor_parallel_size must be 1")
         if self.lora_modules and self.max_loras == 0:
             raise ValueError("lora_modules are given but max_loras is 0")
+        if self.lora_resolver_dir is not None and self.max_loras == 0:
+            raise ValueError("lora_resolver_dir is given but max_loras is 0")
         if self.max_lora_pages is not None and self.max_lora_pages < num_pages(self.max_lora_rank):
             raise ValueError(
                 f"max_lora_pages {self.max_lora_pages} cannot hold one adapter of max_lora_rank {self.max_lora_rank} "

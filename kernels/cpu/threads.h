@@ -1,11 +1,12 @@
-// Threads and scratch memory. Threads are torch's own: see threads.cpp.
+// Threads and scratch memory.
 #pragma once
 #include <cstddef>
 #include <cstdint>
 
 namespace ray_lora {
 
-// Runs body(context) on `threads` threads of the caller's OpenMP pool, the caller being one of them.
+// Runs body(context) on `threads` threads, the caller being one of them; on the caller alone while another thread's body
+// has the team.
 void run_on_threads(int threads, void (*body)(void*), void* context);
 
 // Waits until every thread of the running body has arrived.

@@ -113,6 +113,15 @@ def read_peft_config(directory: Path) -> PeftConfig:
     Raises:
         AdapterRejectedError: no such file, not a JSON object, or a field that cannot be honoured.
     """
+    return parse_peft_config(read_config_fields(directory))
+
+
+def read_config_fields(directory: Path) -> dict[str, Any]:
+    """The JSON object in `adapter_config.json`, its fields not yet checked.
+
+    Raises:
+        AdapterRejectedError: no such file, or not a JSON object.
+    """
     try:
         raw = (directory / CONFIG_FILE).read_bytes()
     except OSError as error:
@@ -123,7 +132,7 @@ def read_peft_config(directory: Path) -> PeftConfig:
         reject(CONFIG_FILE, f"{CONFIG_FILE} is not JSON: {show(str(error))}")
     if not isinstance(config, dict):
         reject(CONFIG_FILE, f"{CONFIG_FILE} must hold a JSON object, not {show(config)}")
-    return parse_peft_config(config)
+    return config
 
 
 def parse_peft_config(config: dict[str, Any]) -> PeftConfig:
@@ -136,11 +145,7 @@ def parse_peft_config(config: dict[str, Any]) -> PeftConfig:
     if "peft_type" not in config:
         reject("peft_type", f"peft_type is missing; {REFUSED['peft_type'].remedy}")
     for name, value in config.items():
-        if name in REFUSED:
-            if value not in REFUSED[name].harmless:
-                reject(name, f"{name} {show(value)} is not supported: {REFUSED[name].remedy}")
-        elif name not in HONOURED and name not in IRRELEVANT and value is not None and value is not False:
-            reject(name, f"unknown field {show(name)} is {show(value)} and may change the result; if not, remove it")
+        check_field(name, value)
     default = PeftConfig()
     parsed = PeftConfig(
         r=_rank("r", config.get("r", default.r)),
@@ -169,6 +174,15 @@ def parse_peft_config(config: dict[str, Any]) -> PeftConfig:
         reject("lora_bias", "lora_bias cannot be used with use_dora, in PEFT either")
     parsed.match(())
     return parsed
+
+
+def check_field(name: str, value: object) -> None:
+    """Raise AdapterRejectedError if a field changes the result in a way that is not supported."""
+    if name in REFUSED:
+        if value not in REFUSED[name].harmless:
+            reject(name, f"{name} {show(value)} is not supported: {REFUSED[name].remedy}")
+    elif name not in HONOURED and name not in IRRELEVANT and value is not None and value is not False:
+        reject(name, f"unknown field {show(name)} is {show(value)} and may change the result; if not, remove it")
 
 
 def _rank(field: str, value: object) -> int:

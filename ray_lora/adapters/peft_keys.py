@@ -44,6 +44,12 @@ _ADAPTER_NAME = re.compile(
 )
 
 
+def is_served_beside_lora(key: str) -> bool:
+    """Whether a key is one that the server uses, if the configuration asks for it, besides A and B of linear layers."""
+    match = _KEY.fullmatch(_ADAPTER_NAME.sub("", key))
+    return match is not None and match["suffix"] not in ("lora_A.weight", "lora_B.weight")
+
+
 class ExpectedTensor(NamedTuple):
     """One tensor that the configuration asks for."""
 

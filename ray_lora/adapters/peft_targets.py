@@ -65,7 +65,7 @@ def resolve_targets(config: PeftConfig, arch: Architecture) -> tuple[TargetModul
     if not config.targets_all_linear:
         served |= {name: (NO_LAYER, projection) for name, projection in arch.vocabulary.items()}
         names = module_names(arch)
-    selector = _Selector(config, names)
+    selector = ModuleSelector(config, names)
     selected = [name for name in names if selector.selects(name)]
     if config.ensure_weight_tying and arch.tie_word_embeddings and not arch.vocabulary.keys().isdisjoint(selected):
         selected = [name for name in names if name in selected or name in arch.vocabulary]
@@ -77,16 +77,14 @@ def resolve_targets(config: PeftConfig, arch: Architecture) -> tuple[TargetModul
             # PEFT then lets the list win, unless it is long enough to be shortened to suffixes first.
             reject("layers_to_transform", f"layers_to_transform is ambiguous when target_modules spells out {name!r}")
         layer, projection = served[name]
-        rank, alpha = selector.rank(name), selector.alpha(name)
-        scale = alpha / math.sqrt(rank) if config.use_rslora else alpha / rank
-        targets.append(TargetModule(name, layer, projection, rank, scale))
+        targets.append(TargetModule(name, layer, projection, selector.rank(name), selector.scale(name)))
     if not targets:
         chosen = f"target_modules {show(config.target_modules)}, exclude_modules {show(config.exclude_modules)}"
         reject("target_modules", f"{chosen} and layers_to_transform select no module; {_supported(arch)}")
     return tuple(targets)
 
 
-class _Selector:
+class ModuleSelector:
     """One configuration, its expressions already matched against all names."""
 
     def __init__(self, config: PeftConfig, names: tuple[str, ...]) -> None:
@@ -125,8 +123,10 @@ class _Selector:
     def rank(self, name: str) -> int:
         return next((rank for matched, rank in self._ranks if name in matched), self.config.r)
 
-    def alpha(self, name: str) -> float:
-        return next((alpha for matched, alpha in self._alphas if name in matched), self.config.lora_alpha)
+    def scale(self, name: str) -> float:
+        """What `lora_b @ lora_a` is multiplied by."""
+        alpha = next((alpha for matched, alpha in self._alphas if name in matched), self.config.lora_alpha)
+        return alpha / (math.sqrt(self.rank(name)) if self.config.use_rslora else self.rank(name))
 
 
 def _is_at_or_below(module: str, name: str) -> bool:

@@ -1,7 +1,8 @@
-"""From a path that a caller gave to an adapter that every rank may load.
+"""From a path or URL that a caller gave to an adapter that every rank may load.
 
 `inspect` copies, checks everything and answers a manifest; `read` gives the weights of a manifest. Most reads follow
-their inspection at once, so the weights of the last few inspections are kept until they are read.
+their inspection at once, so the weights of the last few inspections are kept until they are read. The store keeps the
+content of what is kept here, and of what was read until it is forgotten.
 """
 
 import os
@@ -11,11 +12,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ray_lora.adapter import AdapterManifest
+from ray_lora.adapters.fetch import fetch
 from ray_lora.adapters.output_change import BaseLayers, change_outputs
+from ray_lora.adapters.peft_config import reject
 from ray_lora.adapters.peft_weights import AdapterWeights, read_weights
-from ray_lora.adapters.store import AdapterStore
+from ray_lora.adapters.store import WEIGHTS_FILE, AdapterStore
 from ray_lora.architecture import Architecture
 from ray_lora.errors import InvalidRequestError
+from ray_lora.names import url_scheme, without_credentials
 
 MAX_KEPT = 2
 
@@ -28,33 +32,48 @@ class AdapterReader:
         store: where the private copies are kept.
         max_lora_rank: adapters of a larger rank are refused.
         open_base: the base model's weights, read only for adapters whose effect depends on them.
+        fetch_retries: how often a download is tried again after a transient failure.
     """
 
     def __init__(
-        self, arch: Architecture, store: AdapterStore, max_lora_rank: int, open_base: Callable[[], BaseLayers]
+        self,
+        arch: Architecture,
+        store: AdapterStore,
+        max_lora_rank: int,
+        open_base: Callable[[], BaseLayers],
+        fetch_retries: int = 3,
     ) -> None:
         self.arch = arch
         self.store = store
         self.max_lora_rank = max_lora_rank
         self.open_base = open_base
+        self.fetch_retries = fetch_retries
         self._lock = threading.Lock()
         self._kept: OrderedDict[str, AdapterWeights] = OrderedDict()
+        self._read: set[str] = set()
 
     def inspect(self, source: str) -> AdapterManifest:
         """Copy an adapter to the store and check all of it. A refused adapter leaves nothing behind.
 
         Raises:
             NotFoundError: `source` does not exist; `param` is `lora_path`.
-            InvalidRequestError: `source` is not a directory, or may not be read; `param` is `lora_path`.
+            InvalidRequestError: `source` is not a directory, or cannot be read or fetched; `param` is `lora_path`.
             AdapterRejectedError: the adapter cannot be honoured; `param` is the field, file or tensor at fault.
-            CapacityError: the store's disk is full.
+            CapacityError: the store is full.
         """
         if not isinstance(source, str) or not source:
-            raise InvalidRequestError("lora_path must be the path of a local directory", "lora_path")
+            raise InvalidRequestError("lora_path must be the path of a local directory, or a URL", "lora_path")
+        if url_scheme(source) is None:
+            return self._inspect(Path(os.path.expanduser(source)), source)
+        with self.store.incoming() as fetched:
+            fetch(source, fetched, self.store.max_adapter_bytes, self.fetch_retries)
+            return self._inspect(fetched, without_credentials(source))
+
+    def _inspect(self, directory: Path, source: str) -> AdapterManifest:
         checked: list[AdapterWeights] = []
         path = self.store.add(
-            Path(os.path.expanduser(source)),
-            check=lambda copy: checked.append(self._read(copy)),
+            directory,
+            check=lambda copy: checked.append(self._weights(copy)),
         )
         (weights,) = checked
         changed = {projection for _, projection in (*weights.modules, *weights.outputs)}
@@ -75,16 +94,31 @@ class AdapterReader:
         Raises:
             AdapterRejectedError: the copy in the store is gone or damaged.
         """
+        version = manifest.version
         with self._lock:
-            kept = self._kept.pop(manifest.version, None)
-        return kept or self._read(Path(manifest.path))
+            kept = self._kept.pop(version, None)
+            if kept is None and not self.store.take(version):
+                reject(WEIGHTS_FILE, f"adapter {version} is no longer in the store; load it again")
+            if version in self._read:
+                self.store.give_back(version)
+            self._read.add(version)
+        return kept or self._weights(Path(manifest.path))
 
-    def _read(self, directory: Path) -> AdapterWeights:
+    def _weights(self, directory: Path) -> AdapterWeights:
         return change_outputs(read_weights(directory, self.arch, self.max_lora_rank), self.arch, self.open_base)
+
+    def forget(self, version: str) -> None:
+        """What was read is not used any more, so the store may remove its content."""
+        with self._lock:
+            if version in self._read:
+                self._read.discard(version)
+                self.store.give_back(version)
 
     def _keep(self, version: str, weights: AdapterWeights) -> None:
         with self._lock:
+            if version in self._kept:
+                self.store.give_back(version)
             self._kept[version] = weights
             self._kept.move_to_end(version)
             while len(self._kept) > MAX_KEPT:
-                self._kept.popitem(last=False)
+                self.store.give_back(self._kept.popitem(last=False)[0])

@@ -7,28 +7,34 @@ others find the same bytes.
 The version is the SHA-256 of what the configuration means (`PeftConfig.canonical`) and of the bytes of the weights
 file. Fields that cannot change the result, such as `inference_mode` or `base_model_name_or_path`, do not make a new
 version; nor does the order in which PEFT happened to write a set of names.
+
+A content that was added stays until it is given back; after that it may be removed to make room for others, the least
+recently used first.
 """
 
 import errno
 import hashlib
 import os
+import re
 import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
 from ray_lora.adapters.peft_config import CONFIG_FILE, read_peft_config, reject
+from ray_lora.adapters.store_leases import Leases, exclusive, remove_least_recently_used, size_of
 from ray_lora.errors import AdapterRejectedError, CapacityError, ConfigError, InvalidRequestError, NotFoundError
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 PICKLE_FILE = "adapter_model.bin"
 MAX_CONFIG_BYTES = 1 << 20
-MAX_WEIGHTS_BYTES = 32 << 30
-"""Rank 512 on every projection of a 70B model, in float32, is 27 GB."""
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _CHUNK_BYTES = 1 << 20
+_VERSION = re.compile(r"[0-9a-f]{64}")
 _INCOMING = ".incoming-"
 _ABANDONED_S = 24 * 3600.0
 
@@ -36,12 +42,20 @@ _ABANDONED_S = 24 * 3600.0
 class AdapterStore:
     """Content-addressed copies under one directory, which is created if need be.
 
+    Args:
+        directory: may be shared with other processes of this machine.
+        max_bytes: of all contents together.
+        max_adapter_bytes: of one adapter's weights.
+
     Raises:
         ConfigError: the directory cannot be created.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, max_bytes: int = 64 << 30, max_adapter_bytes: int = 32 << 30) -> None:
         self.directory = directory.expanduser()
+        self.max_bytes = max_bytes
+        self.max_adapter_bytes = max_adapter_bytes
+        self._leases = Leases()
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -53,61 +67,87 @@ class AdapterStore:
     def add(self, source: Path, check: Callable[[Path], None] | None = None) -> Path:
         """Copy an adapter into the store and return the copy's directory, whose name is the version.
 
-        `check` sees the private copy before anyone else; if it raises, the copy is dropped.
+        The copy stays until `give_back`, once for each time that it was added or taken. `check` sees it before anyone
+        else; if it raises, the copy is dropped.
 
         Raises:
             NotFoundError: `source` does not exist.
             InvalidRequestError: `source` is not a directory, or may not be read.
             AdapterRejectedError: files are missing, too large, not regular, or changed meanwhile; the weights are a
                 pickle; a field of the configuration cannot be honoured.
-            CapacityError: the store's disk is full.
+            CapacityError: the store's disk is full, or `max_bytes` are in use.
         """
         _check_source(source)
         try:
             return self._add(source, check)
         except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno in DISK_FULL:
                 raise CapacityError(f"no space left in adapter_store_dir {self.directory}") from None
             raise
 
-    def _add(self, source: Path, check: Callable[[Path], None] | None) -> Path:
-        incoming = self._make_incoming()
+    def take(self, version: str) -> bool:
+        """Keep a content until `give_back`; false if it is not in the store."""
+        return self._leases.take(self.directory / version)
+
+    def give_back(self, version: str) -> None:
+        """Undo one `add` or `take`."""
+        self._leases.give_back(version)
+
+    @contextmanager
+    def incoming(self) -> Iterator[Path]:
+        """A directory of the store's file system that nobody else sees, removed at the end."""
+        directory = Path(tempfile.mkdtemp(prefix=_INCOMING, dir=self.directory))
         try:
+            directory.chmod(0o755)
+            yield directory
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+
+    def _add(self, source: Path, check: Callable[[Path], None] | None) -> Path:
+        with self.incoming() as incoming:
             copied = {CONFIG_FILE: _copy_file(source, incoming, CONFIG_FILE, MAX_CONFIG_BYTES)}
             meaning = read_peft_config(incoming).canonical().encode()
             digest = hashlib.sha256(b"ray_lora adapter 1 %d\n" % len(meaning) + meaning)
-            copied[WEIGHTS_FILE] = _copy_file(source, incoming, WEIGHTS_FILE, MAX_WEIGHTS_BYTES, digest.update)
+            copied[WEIGHTS_FILE] = _copy_file(source, incoming, WEIGHTS_FILE, self.max_adapter_bytes, digest.update)
             for name, identity in copied.items():
                 if _current_identity(source / name) != identity:
                     reject(name, f"{name} changed while the adapter was copied; load it again when it is complete")
             if check is not None:
                 check(incoming)
-            return self._publish(incoming, self.directory / digest.hexdigest())
-        finally:
-            shutil.rmtree(incoming, ignore_errors=True)
+            final = self.directory / digest.hexdigest()
+            with exclusive(self.directory):
+                if not final.exists():
+                    self._make_room(size_of(incoming))
+                self._publish(incoming, final)
+                if not self._leases.take(final):
+                    raise CapacityError(
+                        f"adapter_store_dir {self.directory} cannot be locked; are too many files open?"
+                    )
+            return final
 
-    def _make_incoming(self) -> Path:
-        incoming = Path(tempfile.mkdtemp(prefix=_INCOMING, dir=self.directory))
-        incoming.chmod(0o755)
-        return incoming
+    def _make_room(self, num_bytes: int) -> None:
+        """Remove what is not in use until `num_bytes` more fit into `max_bytes`."""
+        contents = [path for path in self.directory.iterdir() if _VERSION.fullmatch(path.name)]
+        excess = sum(map(size_of, contents)) + num_bytes - self.max_bytes
+        if excess <= 0:
+            return
+        with self.incoming() as grave:
+            if remove_least_recently_used(contents, excess, grave) < excess:
+                raise CapacityError(f"the adapters in use and this one exceed adapter_store_max_bytes {self.max_bytes}")
 
-    def _publish(self, incoming: Path, final: Path) -> Path:
+    def _publish(self, incoming: Path, final: Path) -> None:
         """Rename, or keep what is there if it is whole. A damaged copy (a crash, a full disk) is replaced."""
         while True:
             try:
-                return incoming.rename(final)
+                incoming.rename(final)
+                return
             except OSError as error:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
             if _is_same(incoming, final):
-                return final
-            damaged = self._make_incoming()
-            try:
+                return
+            with self.incoming() as damaged, suppress(FileNotFoundError):  # another process may have moved it away
                 final.rename(damaged / final.name)
-            except FileNotFoundError:
-                pass  # another process has just moved it away
-            finally:
-                shutil.rmtree(damaged, ignore_errors=True)
 
 
 def _check_source(source: Path) -> None:

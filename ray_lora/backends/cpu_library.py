@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from ray_lora.backends.cpu_kernels import CPUKernels
@@ -21,7 +20,7 @@ def load_cpu_kernels() -> CPUKernels | None:
     reason = "they are not built"
     if built:
         try:
-            kernels = CPUKernels(_open_library(built[-1]))
+            kernels = CPUKernels(ctypes.CDLL(str(built[-1])))
             _register(kernels)
             return kernels
         except (OSError, AttributeError) as error:
@@ -43,14 +42,3 @@ def _register(kernels: CPUKernels) -> None:
         y: Tensor, x: Tensor, pool_a: Tensor, pool_b: Tensor, slices: Sequence[int], *segments: Tensor
     ) -> None:
         kernels.add_lora_(y, x, pool_a, pool_b, tuple(slices), Segments(*segments))
-
-
-def _open_library(path: Path) -> ctypes.CDLL:
-    """Load the library; its OpenMP symbols are those of the runtime that torch uses."""
-    try:
-        return ctypes.CDLL(str(path))
-    except OSError:
-        # A torch that keeps its OpenMP runtime to itself: make that same runtime's symbols visible, and try again.
-        bundled = sorted((Path(torch.__file__).parent / "lib").glob("lib*omp*.so*"))
-        ctypes.CDLL(str(bundled[0]) if bundled else "libgomp.so.1", mode=ctypes.RTLD_GLOBAL)
-        return ctypes.CDLL(str(path))

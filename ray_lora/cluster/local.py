@@ -30,7 +30,11 @@ class LocalExecutor:
 
     def stage_adapter(self, manifest: AdapterManifest) -> None:
         with self._adapter_lock:
-            self._worker.stage_adapter(manifest)
+            try:
+                self._worker.stage_adapter(manifest)
+            except BaseException:
+                self._worker.drop_adapter(manifest.version)
+                raise
 
     def drop_adapter(self, version: str) -> None:
         self._worker.drop_adapter(version)

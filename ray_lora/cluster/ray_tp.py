@@ -17,8 +17,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from ray_lora.adapter import AdapterManifest
 from ray_lora.cluster.step_link import StepHub
 from ray_lora.cluster.worker import Worker
-from ray_lora.config import EngineConfig
+from ray_lora.config import MAX_FETCHES, EngineConfig
 from ray_lora.errors import ConfigError, EngineDeadError, RayLoraError
+from ray_lora.names import url_scheme
 from ray_lora.step import ModelInfo, StepPlan, StepResult
 
 PLACEMENT_TIMEOUT_S = 120
@@ -69,7 +70,8 @@ class RayTPExecutor:
         return result
 
     def inspect_adapter(self, source: str) -> AdapterManifest:
-        manifest: AdapterManifest = self._call_all("inspect_adapter", "adapters", source, workers=self._workers[:1])[0]
+        group = "adapters" if url_scheme(source) is None else "fetches"
+        manifest: AdapterManifest = self._call_all("inspect_adapter", group, source, workers=self._workers[:1])[0]
         return manifest
 
     def stage_adapter(self, manifest: AdapterManifest) -> None:
@@ -108,7 +110,9 @@ class RayTPExecutor:
                 f"tensor_parallel_size {size}: no room for {size} ranks of {num_cpus} CPU "
                 f"({self._config.placement_group_strategy}) in {ray.available_resources()}"
             )
-        options: dict[str, Any] = {"concurrency_groups": {"steps": 1, "adapters": 1, "health": 1}}
+        options: dict[str, Any] = {
+            "concurrency_groups": {"steps": 1, "adapters": 1, "fetches": MAX_FETCHES, "health": 1}
+        }
         actor_class = ray.remote(**options)(worker_class)
         return [
             actor_class.options(

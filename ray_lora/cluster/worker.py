@@ -30,7 +30,8 @@ from ray_lora.step import ModelInfo, StepPlan, StepResult
 class Worker:
     """Rank `rank` of `config.tensor_parallel_size`; nothing but `meeting_point` works before `start`.
 
-    `execute` is called by one thread; the adapter methods by another, one at a time, while steps run.
+    `execute` is called by one thread; the adapter methods by another, one at a time, while steps run. Only
+    `inspect_adapter` may run in several threads more.
     """
 
     def __init__(self, config: EngineConfig, rank: int) -> None:
@@ -62,8 +63,16 @@ class Worker:
         self._runner = ModelRunner(config, parallel, backend)
         self._reader: AdapterReader | None = None
         if rank == 0:
-            store = AdapterStore(Path(config.adapter_store_dir))
-            self._reader = AdapterReader(self._runner.arch, store, config.max_lora_rank, self._runner.open_checkpoint)
+            store = AdapterStore(
+                Path(config.adapter_store_dir), config.adapter_store_max_bytes, config.max_adapter_bytes
+            )
+            self._reader = AdapterReader(
+                self._runner.arch,
+                store,
+                config.max_lora_rank,
+                self._runner.open_checkpoint,
+                config.adapter_fetch_retries,
+            )
         self._staging = AdapterStaging(
             self._runner.arch, self._runner.adapter_dtype, rank, size, adapter_group, self._reader, self.make_digest
         )
@@ -96,6 +105,8 @@ class Worker:
 
     def drop_adapter(self, version: str) -> None:
         self._runner.drop(version)
+        if self._reader is not None:
+            self._reader.forget(version)
 
     def staged_versions(self) -> frozenset[str]:
         return self._runner.staged_versions

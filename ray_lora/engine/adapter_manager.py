@@ -59,6 +59,10 @@ class AdapterManager:
             raise NotFoundError(f"The lora adapter '{name}' cannot be found.", "lora_name")
         return version
 
+    def has_name(self, name: str) -> bool:
+        """Safe to call from another thread than the engine's."""
+        return name in self._names
+
     def list_adapters(self) -> list[AdapterInfo]:
         """Safe to call from another thread than the engine's."""
         return [_info(name, version) for name, version in list(self._names.items())]

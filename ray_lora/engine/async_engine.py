@@ -6,15 +6,18 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from ray_lora.adapter import AdapterInfo, AdapterManifest
-from ray_lora.config import EngineConfig
+from ray_lora.config import MAX_FETCHES, EngineConfig
+from ray_lora.engine.adapter_resolver import AdapterResolver
 from ray_lora.engine.completion import RequestGroup, Tokenizer
 from ray_lora.engine.engine_core import EngineCore, Event
 from ray_lora.engine.executor import Executor
-from ray_lora.errors import EngineDeadError, RayLoraError
-from ray_lora.names import check_adapter_name
+from ray_lora.engine.shared_calls import SharedCalls
+from ray_lora.errors import AdapterExistsError, EngineDeadError, RayLoraError
+from ray_lora.names import check_adapter_name, url_scheme
 from ray_lora.request import GenerateChunk, GenerateRequest
 from ray_lora.stats import EngineStats
 from ray_lora.step import ModelInfo
@@ -46,6 +49,12 @@ class AsyncEngine:
         self._adapter_lock = asyncio.Lock()
         self._held: set[str] = set()
         """Versions that the ranks hold; read and changed under the lock."""
+        self._resolver: AdapterResolver | None = None
+        if config.lora_resolver_dir is not None:
+            self._resolver = AdapterResolver(Path(config.lora_resolver_dir), config.base_model_name)
+        self._resolutions: SharedCalls[None] = SharedCalls()
+        self._fetches: SharedCalls[AdapterManifest] = SharedCalls()
+        self._fetch_slots = asyncio.Semaphore(MAX_FETCHES)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -58,6 +67,8 @@ class AsyncEngine:
             NumericsError: the model's output for this request is not finite.
             EngineDeadError: a rank is gone.
         """
+        if request.adapter is not None:
+            await self._resolve(request.adapter)
         stream: Stream = asyncio.Queue()
         adding = asyncio.ensure_future(self._call(lambda: self._add(request, stream)))
         group: RequestGroup | None = None
@@ -117,8 +128,10 @@ class AsyncEngine:
         await asyncio.to_thread(self._executor.shutdown)
 
     async def _load(self, name: str, path: str, load_inplace: bool) -> tuple[AdapterInfo, bool]:
+        manifest = await self._fetch(path) if url_scheme(path) is not None else None
         async with self._adapter_lock:
-            manifest = await asyncio.to_thread(self._executor.inspect_adapter, path)
+            if manifest is None:
+                manifest = await asyncio.to_thread(self._executor.inspect_adapter, path)
             adapters = self._core.adapters
             if not await self._call(lambda: adapters.check_register(name, manifest, load_inplace)):
                 return adapters.info(name), False
@@ -126,6 +139,29 @@ class AsyncEngine:
                 await asyncio.to_thread(self._executor.stage_adapter, manifest)
                 self._held.add(manifest.version)
             return await self._call(lambda: self._commit(name, manifest)), True
+
+    async def _fetch(self, url: str) -> AdapterManifest:
+        """Inspect a remote adapter, before the lock is taken: other loads do not wait for its download."""
+
+        async def inspect() -> AdapterManifest:
+            async with self._fetch_slots:
+                return await asyncio.to_thread(self._executor.inspect_adapter, url)
+
+        return await self._fetches.run(url, inspect)
+
+    async def _resolve(self, name: str) -> None:
+        """Load an adapter of `lora_resolver_dir` that is asked for by name and is not registered yet."""
+        if self._resolver is None or self._core.adapters.has_name(name):
+            return
+        resolver = self._resolver
+
+        async def load() -> None:
+            path = await asyncio.to_thread(resolver.find, name)
+            if path is not None:
+                await self._load(name, path, load_inplace=False)
+
+        with suppress(AdapterExistsError):  # somebody has loaded it under this name meanwhile
+            await self._resolutions.run(name, load)
 
     def _commit(self, name: str, manifest: AdapterManifest) -> AdapterInfo:
         self._core.register(name, manifest)

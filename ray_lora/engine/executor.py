@@ -20,7 +20,7 @@ class Executor(Protocol):
         """
 
     def inspect_adapter(self, source: str) -> AdapterManifest:
-        """Read and check an adapter without changing what is served.
+        """Read and check an adapter, fetching it first if it is remote, without changing what is served.
 
         Raises:
             AdapterRejectedError, InvalidRequestError, NotFoundError: what is wrong with it, naming the field.

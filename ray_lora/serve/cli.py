@@ -22,12 +22,7 @@ from ray_lora.serve.startup_checks import check_files, resolve_paths
 POLL_S = 0.5
 
 
-@click.group()
-def main() -> None:
-    """Multi-LoRA serving on Ray Serve."""
-
-
-@main.command("serve")
+@click.command("serve")
 @click.argument("config_file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 def serve_command(config_file: Path) -> None:
     """Check CONFIG_FILE, start Ray on loopback (or join the one at RAY_ADDRESS), and run it as `serve run` does."""

@@ -1,7 +1,7 @@
 """What can be seen wrong with a configuration before any process is started for it."""
 
-import re
 from pathlib import Path
+from typing import Any
 
 import ray
 
@@ -9,7 +9,7 @@ import ray_lora
 from ray_lora.architecture import read_architecture
 from ray_lora.config import EngineConfig
 from ray_lora.errors import ConfigError, InvalidRequestError
-from ray_lora.names import check_adapter_name
+from ray_lora.names import check_adapter_name, url_scheme
 from ray_lora.serve.tokenizer import Tokenizer
 from ray_lora.serve.tokenizer_loader import load_tokenizer
 
@@ -21,7 +21,9 @@ def resolve_paths(config: EngineConfig) -> EngineConfig:
     this package is installed from, so that `deployments/llama.yaml` works from anywhere.
     """
     modules = [module.model_copy(update={"path": _resolve(module.path)}) for module in config.lora_modules]
-    update = {"model": _resolve(config.model), "lora_modules": tuple(modules)}
+    update: dict[str, Any] = {"model": _resolve(config.model), "lora_modules": tuple(modules)}
+    if config.lora_resolver_dir is not None:
+        update["lora_resolver_dir"] = _resolve(config.lora_resolver_dir)
     if config.tokenizer is not None:
         update["tokenizer"] = _resolve(config.tokenizer)
     if config.served_model_name is None:
@@ -45,6 +47,8 @@ def check_files(config: EngineConfig) -> None:
     tokenizer = load_tokenizer(config)
     if config.chat_template is not None and isinstance(tokenizer, Tokenizer):
         _ = tokenizer.chat_template
+    if config.lora_resolver_dir is not None and not Path(config.lora_resolver_dir).expanduser().is_dir():
+        raise ConfigError(f"lora_resolver_dir: {config.lora_resolver_dir} is not a directory")
     names = set()
     for module in config.lora_modules:
         try:
@@ -54,14 +58,16 @@ def check_files(config: EngineConfig) -> None:
         if module.name in names:
             raise ConfigError(f"lora_modules: {module.name!r} is given twice")
         names.add(module.name)
-        if not (Path(module.path).expanduser() / "adapter_config.json").is_file():
+        if url_scheme(module.path) is None and not (Path(module.path).expanduser() / "adapter_config.json").is_file():
             raise ConfigError(f"lora_modules: {module.name!r}: {module.path} has no adapter_config.json")
 
 
 def _resolve(path: str) -> str:
     expanded = Path(path).expanduser()
-    if expanded.is_absolute() or re.match(r"[a-z][a-z0-9+.-]*://", path):
-        return str(path if not expanded.is_absolute() else expanded)
+    if url_scheme(path) is not None:
+        return path
+    if expanded.is_absolute():
+        return str(expanded)
     package = Path(ray_lora.__file__).parent
     for root in (Path.cwd(), package.parent):
         if (root / expanded).exists():

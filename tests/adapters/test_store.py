@@ -144,11 +144,14 @@ def test_only_regular_files_are_copied(make: Any, name: str, store: AdapterStore
     assert caught.value.param == name
 
 
-@pytest.mark.parametrize(("name", "limit"), [(CONFIG, "MAX_CONFIG_BYTES"), (WEIGHTS, "MAX_WEIGHTS_BYTES")])
+@pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
 def test_oversize_files_are_refused(
-    name: str, limit: str, store: AdapterStore, adapter_dir: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, store: AdapterStore, adapter_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_module, limit, 100)
+    if name == CONFIG:
+        monkeypatch.setattr(store_module, "MAX_CONFIG_BYTES", 100)
+    else:
+        store.max_adapter_bytes = 100
     with pytest.raises(AdapterRejectedError, match="more than the 100") as caught:
         store.add(adapter_dir)
     assert caught.value.param == name

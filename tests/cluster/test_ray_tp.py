@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from ray_lora import LLM, EngineConfig, SamplingParams
 from ray_lora.adapters.shard import AdapterShard
 from ray_lora.cluster.ray_tp import RayTPExecutor
 from ray_lora.cluster.worker import Worker
-from ray_lora.errors import AdapterRejectedError, AdapterStagingError, ConfigError, EngineDeadError
+from ray_lora.errors import AdapterRejectedError, AdapterStagingError, ConfigError, EngineDeadError, NotFoundError
+from tests.file_server import file_server
 from tests.tiny import expected_tokens, make_adapter, make_checkpoint, random_prompts
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -112,6 +114,25 @@ def test_a_rejected_adapter_is_an_error_of_its_own(executor: RayTPExecutor, tmp_
     with pytest.raises(AdapterRejectedError, match=r"adapter_config\.json"):
         executor.inspect_adapter(str(bad))
     executor.check_health()
+
+
+def test_a_slow_download_holds_up_no_other_load(executor: RayTPExecutor, adapters: dict[str, str]) -> None:
+    with file_server() as server, ThreadPoolExecutor(1) as pool:
+        server.pause_s = 2.0
+        fetching = pool.submit(executor.inspect_adapter, server.put("a1", Path(adapters["a1"])))
+        while not server.gets:
+            time.sleep(0.01)
+        local = executor.inspect_adapter(adapters["a0"])
+        executor.stage_adapter(local)
+        assert not fetching.done()
+        remote = fetching.result(timeout=60)
+        executor.stage_adapter(remote)
+        assert executor.staged_versions() == [{local.version, remote.version}] * 2
+        server.pause_s = 0.0
+        with pytest.raises(NotFoundError) as caught:
+            executor.inspect_adapter(f"http://me:hunter2@{server.address}/absent")
+        assert caught.value.param == "lora_path"
+        assert "hunter2" not in str(caught.value)
 
 
 def test_a_rank_that_dies_during_a_load_is_noticed(

@@ -42,6 +42,8 @@ def test_a_good_configuration_gives_an_application(demo_dir: Path) -> None:
         ({"model": "DEMO", "lora_modules": {"a": "/nowhere"}}, "'a': /nowhere has no adapter_config.json"),
         ({"model": "DEMO", "lora_modules": {"a/b": "LORA"}}, "lora_modules: lora_name 'a/b'"),
         ({"model": "DEMO", "lora_modules": ["a=LORA", "a=LORA"]}, "'a' is given twice"),
+        ({"model": "DEMO", "lora_resolver_dir": "/nowhere"}, "lora_resolver_dir: /nowhere is not a directory"),
+        ({"model": "DEMO", "lora_resolver_dir": "/tmp", "max_loras": 0}, "lora_resolver_dir is given but max_loras"),
     ],
 )
 def test_what_cannot_start_is_told_in_one_line(
@@ -61,8 +63,9 @@ def test_relative_paths_count_from_here_and_then_from_the_checkout(
 ) -> None:
     (tmp_path / "mine").mkdir()
     monkeypatch.chdir(tmp_path)
-    modules = {"a": "mine", "b": "deployments", "c": "nowhere", "d": "/x", "e": "~/x"}
-    config = resolve_paths(EngineConfig.parse({"model": "mine", "lora_modules": modules}))
+    modules = {"a": "mine", "b": "deployments", "c": "nowhere", "d": "/x", "e": "~/x", "f": "s3://bucket/mine"}
+    args = {"model": "mine", "lora_modules": modules, "lora_resolver_dir": "mine"}
+    config = resolve_paths(EngineConfig.parse(args))
     paths = {module.name: module.path for module in config.lora_modules}
     assert paths == {
         "a": str(tmp_path / "mine"),
@@ -70,7 +73,9 @@ def test_relative_paths_count_from_here_and_then_from_the_checkout(
         "c": str(tmp_path / "nowhere"),
         "d": "/x",
         "e": str(Path("~/x").expanduser()),
+        "f": "s3://bucket/mine",
     }
+    assert config.lora_resolver_dir == str(tmp_path / "mine")
     assert (config.model, config.base_model_name) == (str(tmp_path / "mine"), "mine")
 
 
