@@ -80,7 +80,10 @@ def read_adapter(
     try:
         check_header_length(directory / WEIGHTS_FILE)
         with safe_open(directory / WEIGHTS_FILE, framework="pt") as tensors:
-            keys = _pair_keys([key for key in tensors.keys() if not ignore_key(key)])  # noqa: SIM118
+            stored = list(tensors.keys())
+            if not stored:
+                reject(WEIGHTS_FILE, f"{WEIGHTS_FILE} holds no tensors")
+            keys = _pair_keys([key for key in stored if not ignore_key(key)])
             _check_selected(keys, config)
             selector = ModuleSelector(config, tuple(keys))
             modules = {
@@ -139,8 +142,6 @@ def _pair_keys(keys: list[str]) -> dict[str, tuple[str, str]]:
         for side in "AB":
             if (name, side) not in found:
                 reject(name, f"tensor base_model.model.{name}.lora_{side}.weight is missing")
-    if not names:
-        reject(WEIGHTS_FILE, f"{WEIGHTS_FILE} holds no tensors")
     return {name: (found[name, "A"], found[name, "B"]) for name in names}
 
 

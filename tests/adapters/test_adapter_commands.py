@@ -53,13 +53,16 @@ def test_inspect_tells_what_would_be_refused(checkpoint: Path, tmp_path: Path) -
     assert "refused: init_lora_weights 'pissa' is not supported" in result.output
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning:peft")
 def test_inspect_knows_what_is_served_and_the_other_commands_what_they_cannot_keep(
     checkpoint: Path, tmp_path: Path
 ) -> None:
     dora = make_adapter(tmp_path / "dora", checkpoint, seed=2, use_dora=True)
-    result = run("inspect", dora, "--model", checkpoint)
-    assert result.exit_code == 0, result.output
-    assert "refused" not in result.output
+    embedding = make_adapter(tmp_path / "embedding", checkpoint, seed=3, target_modules=["embed_tokens"])
+    for adapter in (dora, embedding):
+        result = run("inspect", adapter, "--model", checkpoint)
+        assert result.exit_code == 0, result.output
+        assert "refused" not in result.output
     result = run("compress", dora, "--rank", 2, "--output", tmp_path / "small")
     assert result.exit_code != 0
     assert "lora_magnitude_vector" in result.output
