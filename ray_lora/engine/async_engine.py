@@ -16,7 +16,7 @@ from ray_lora.engine.completion import RequestGroup, Tokenizer
 from ray_lora.engine.engine_core import EngineCore, Event
 from ray_lora.engine.executor import Executor
 from ray_lora.engine.shared_calls import SharedCalls
-from ray_lora.errors import AdapterExistsError, EngineDeadError, RayLoraError
+from ray_lora.errors import AdapterExistsError, CapacityError, EngineDeadError, RayLoraError
 from ray_lora.names import check_adapter_name, url_scheme
 from ray_lora.request import GenerateChunk, GenerateRequest
 from ray_lora.stats import EngineStats
@@ -26,6 +26,10 @@ T = TypeVar("T")
 Stream = asyncio.Queue[GenerateChunk | RayLoraError]
 Message = tuple[Callable[[], None], Callable[[BaseException], None]]
 """What to run between two steps, and whom to tell if the engine has died first."""
+
+
+RETRY_S = 0.02
+"""How often a cold adapter looks for room while all of host memory has requests."""
 
 
 class AsyncEngine:
@@ -48,7 +52,10 @@ class AsyncEngine:
         self._dead: EngineDeadError | None = None
         self._adapter_lock = asyncio.Lock()
         self._held: set[str] = set()
-        """Versions that the ranks hold; read and changed under the lock."""
+        self._cold: set[str] = set()
+        """Versions that the ranks hold in host memory, and registered ones that they held before; changed under the
+        lock."""
+        self._warming: SharedCalls[None] = SharedCalls()
         self._resolver: AdapterResolver | None = None
         if config.lora_resolver_dir is not None:
             self._resolver = AdapterResolver(Path(config.lora_resolver_dir), config.base_model_name)
@@ -67,14 +74,16 @@ class AsyncEngine:
             NumericsError: the model's output for this request is not finite.
             EngineDeadError: a rank is gone.
         """
-        if request.adapter is not None:
-            await self._resolve(request.adapter)
         stream: Stream = asyncio.Queue()
-        adding = asyncio.ensure_future(self._call(lambda: self._add(request, stream)))
+        adding: asyncio.Future[RequestGroup | None] | None = None
         group: RequestGroup | None = None
         num_unfinished = request.sampling_params.n
         try:
-            group = await asyncio.shield(adding)
+            while group is None:
+                if request.adapter is not None:
+                    await self._make_ready(request.adapter)
+                adding = asyncio.ensure_future(self._call(lambda: self._add(request, stream)))
+                group = await asyncio.shield(adding)
             while num_unfinished:
                 item = await stream.get()
                 if isinstance(item, RayLoraError):
@@ -83,7 +92,8 @@ class AsyncEngine:
                 yield item
         finally:
             if group is None:
-                adding.add_done_callback(self._cancel_added)
+                if adding is not None:
+                    adding.add_done_callback(self._cancel_added)
             elif num_unfinished:
                 self._post(partial(self._cancel, group))
 
@@ -135,10 +145,43 @@ class AsyncEngine:
             adapters = self._core.adapters
             if not await self._call(lambda: adapters.check_register(name, manifest, load_inplace)):
                 return adapters.info(name), False
-            if manifest.version not in self._held:
-                await asyncio.to_thread(self._executor.stage_adapter, manifest)
-                self._held.add(manifest.version)
+            if not await self._stage(manifest):
+                raise CapacityError(
+                    f"{len(self._held)} adapters in host memory, as many as max_cpu_loras allows, all have requests"
+                )
             return await self._call(lambda: self._commit(name, manifest)), True
+
+    async def _stage(self, manifest: AdapterManifest) -> bool:
+        """Bring an adapter to host memory, in place of the least recently used; false if all there have requests."""
+        if manifest.version in self._held:
+            return True
+        while len(self._held) >= self.config.max_staged_loras:
+            idle = await self._call(lambda: self._core.adapters.take_idle(self._held))
+            if idle is None:
+                return False
+            await asyncio.to_thread(self._executor.drop_adapter, idle, forget=False)
+            self._held.discard(idle)
+            self._cold.add(idle)
+        await asyncio.to_thread(self._executor.stage_adapter, manifest)
+        self._held.add(manifest.version)
+        self._cold.discard(manifest.version)
+        return True
+
+    async def _make_ready(self, name: str) -> None:
+        """Wait until the adapter of this name, if there is one, is in host memory; requests for it wait together."""
+        await self._resolve(name)
+        manifest = self._core.adapters.find_cold(name)
+        if manifest is not None:
+            await self._warming.run(manifest.version, partial(self._warm, manifest))
+
+    async def _warm(self, manifest: AdapterManifest) -> None:
+        while True:
+            async with self._adapter_lock:
+                if not await self._call(lambda: self._core.adapters.is_registered(manifest.version)):
+                    return
+                if await self._stage(manifest):
+                    return await self._call(lambda: self._core.adapters.mark_staged(manifest.version))
+            await asyncio.sleep(RETRY_S)
 
     async def _fetch(self, url: str) -> AdapterManifest:
         """Inspect a remote adapter, before the lock is taken: other loads do not wait for its download."""
@@ -177,9 +220,11 @@ class AsyncEngine:
         """Free a dead version on the ranks, unless it has been registered again or dropped meanwhile."""
         with suppress(EngineDeadError):  # what dead ranks held is gone
             async with self._adapter_lock:
-                if version in self._held and not await self._call(lambda: self._core.adapters.is_staged(version)):
+                known = version in self._held or version in self._cold
+                if known and not await self._call(lambda: self._core.adapters.is_registered(version)):
                     await asyncio.to_thread(self._executor.drop_adapter, version)
                     self._held.discard(version)
+                    self._cold.discard(version)
 
     async def _call(self, function: Callable[[], T]) -> T:
         """Run a function in the engine's thread, between two steps."""
@@ -206,7 +251,10 @@ class AsyncEngine:
             else:
                 fail(self._dead)
 
-    def _add(self, request: GenerateRequest, stream: Stream) -> RequestGroup:
+    def _add(self, request: GenerateRequest, stream: Stream) -> RequestGroup | None:
+        """None if the adapter has left host memory since it was made ready."""
+        if request.adapter is not None and self._core.adapters.find_cold(request.adapter) is not None:
+            return None
         group = self._core.add(request)
         self._streams[group] = stream
         return group
@@ -215,10 +263,10 @@ class AsyncEngine:
         self._core.cancel(group)
         self._streams.pop(group, None)
 
-    def _cancel_added(self, adding: "asyncio.Future[RequestGroup]") -> None:
+    def _cancel_added(self, adding: "asyncio.Future[RequestGroup | None]") -> None:
         """The caller left while its request was being added."""
-        if not adding.cancelled() and adding.exception() is None:
-            self._post(partial(self._cancel, adding.result()))
+        if not adding.cancelled() and adding.exception() is None and (group := adding.result()) is not None:
+            self._post(partial(self._cancel, group))
 
     def _run(self) -> None:
         """The engine's thread."""

@@ -30,9 +30,7 @@ class EngineCore:
         self.info = info
         self.executor = executor
         self.tokenizer = tokenizer
-        self.adapters = AdapterManager(
-            config.num_lora_pages, config.max_loras, config.max_registered_loras, config.max_lora_rank
-        )
+        self.adapters = AdapterManager(config.num_lora_pages, config.max_loras, config.max_lora_rank)
         self.scheduler = Scheduler(
             BlockManager(
                 info.num_kv_blocks,
