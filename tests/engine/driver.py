@@ -69,7 +69,7 @@ class CoreDriver:
             return False
         if not self.core.adapters.is_registered(manifest.version):
             self.executor.stage_adapter(manifest)
-        self.core.register(name, manifest)
+        self.core.adapters.register(name, manifest)
         self._settle()
         return True
 
