@@ -78,6 +78,9 @@ class EngineConfig(BaseModel):
     """How often a download is tried again after a transient failure."""
     lora_resolver_dir: str | None = None
     """A local directory whose folders are adapters: one that is requested by its name is loaded on first use."""
+    lora_registry_path: str | None = None
+    """A file that remembers the adapters loaded at run time, for a replica that starts again. On Kubernetes, put it and
+    `adapter_store_dir` on a volume."""
     adapter_load_timeout_s: float = Field(60.0, gt=0)
     """Longest wait of a rank for the others while an adapter is staged."""
 
