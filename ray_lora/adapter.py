@@ -1,6 +1,7 @@
 """What the host knows about an adapter once its files have been read and accepted."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 PAGE_RANK = 16
 """Ranks in one page: the tile of the cube unit, and the only rank the kernels know."""
@@ -48,5 +49,7 @@ class AdapterInfo:
     num_pages: int
     resident: bool
     """Its pages are on the device now; otherwise they come up with its next request."""
+    tier: Literal["device", "host", "disk"]
+    """Where it is served from: device pages, every rank's host memory, or the store on disk."""
     num_requests: int
     """Waiting and running requests that hold this version."""

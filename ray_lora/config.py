@@ -63,7 +63,8 @@ class EngineConfig(BaseModel):
     max_lora_pages: int | None = Field(None, ge=1)
     """Pages of 16 ranks on the device; by default enough for `max_loras` adapters of `max_lora_rank`."""
     max_cpu_loras: int | None = Field(None, ge=1)
-    """Adapters registered, each with a copy in host memory; by default 64, or `max_loras` if that is more."""
+    """Adapters in host memory at once, the most recently used; the others wait on disk and come up with their next
+    request. By default 64, or `max_loras` if that is more."""
     lora_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     lora_modules: tuple[LoRAModule, ...] = ()
     """Adapters loaded at start: a list of `{name, path}` or `name=path`, or a mapping of names to paths."""
@@ -77,6 +78,9 @@ class EngineConfig(BaseModel):
     """How often a download is tried again after a transient failure."""
     lora_resolver_dir: str | None = None
     """A local directory whose folders are adapters: one that is requested by its name is loaded on first use."""
+    lora_registry_path: str | None = None
+    """A file that remembers the adapters loaded at run time, for a replica that starts again. On Kubernetes, put it and
+    `adapter_store_dir` on a volume."""
     adapter_load_timeout_s: float = Field(60.0, gt=0)
     """Longest wait of a rank for the others while an adapter is staged."""
 
@@ -108,6 +112,8 @@ class EngineConfig(BaseModel):
             raise ValueError("lora_modules are given but max_loras is 0")
         if self.lora_resolver_dir is not None and self.max_loras == 0:
             raise ValueError("lora_resolver_dir is given but max_loras is 0")
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            raise ValueError(f"max_cpu_loras {self.max_cpu_loras} is less than max_loras {self.max_loras}")
         if self.max_lora_pages is not None and self.max_lora_pages < num_pages(self.max_lora_rank):
             raise ValueError(
                 f"max_lora_pages {self.max_lora_pages} cannot hold one adapter of max_lora_rank {self.max_lora_rank} "
@@ -150,7 +156,7 @@ class EngineConfig(BaseModel):
         return self.max_lora_pages or self.max_loras * num_pages(self.max_lora_rank)
 
     @property
-    def max_registered_loras(self) -> int:
+    def max_staged_loras(self) -> int:
         return self.max_cpu_loras or max(64, self.max_loras)
 
     @property

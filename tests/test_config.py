@@ -153,10 +153,15 @@ def test_pages_are_enough_for_the_largest_adapters_unless_given(fields: dict[str
 
 @pytest.mark.parametrize(
     ("fields", "limit"),
-    [({}, 64), ({"max_loras": 100}, 100), ({"max_cpu_loras": 3}, 3), ({"max_loras": 8, "max_cpu_loras": 200}, 200)],
+    [
+        ({}, 64),
+        ({"max_loras": 100}, 100),
+        ({"max_loras": 3, "max_cpu_loras": 3}, 3),
+        ({"max_loras": 8, "max_cpu_loras": 200}, 200),
+    ],
 )
-def test_as_many_adapters_are_registered_as_the_host_is_configured_for(fields: dict[str, Any], limit: int) -> None:
-    assert EngineConfig.parse(MODEL | fields).max_registered_loras == limit
+def test_as_many_adapters_are_in_host_memory_as_it_is_configured_for(fields: dict[str, Any], limit: int) -> None:
+    assert EngineConfig.parse(MODEL | fields).max_staged_loras == limit
 
 
 @pytest.mark.parametrize(

@@ -36,8 +36,8 @@ class LocalExecutor:
                 self._worker.drop_adapter(manifest.version)
                 raise
 
-    def drop_adapter(self, version: str) -> None:
-        self._worker.drop_adapter(version)
+    def drop_adapter(self, version: str, forget: bool = True) -> None:
+        self._worker.drop_adapter(version, forget)
 
     def check_health(self) -> None:
         """The rank lives as long as this process."""

@@ -81,9 +81,9 @@ class RayTPExecutor:
             self.drop_adapter(manifest.version)
             raise
 
-    def drop_adapter(self, version: str) -> None:
+    def drop_adapter(self, version: str, forget: bool = True) -> None:
         """Best effort on ranks that are gone: what they held is gone too."""
-        drops = self._submit("drop_adapter", "adapters", version)
+        drops = self._submit("drop_adapter", "adapters", version, forget)
         ray.wait(drops, num_returns=len(drops), timeout=self._config.adapter_load_timeout_s)
 
     def staged_versions(self) -> list[frozenset[str]]:

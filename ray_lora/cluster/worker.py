@@ -103,9 +103,9 @@ class Worker:
         """Receive this rank's part; returns once all ranks agree, raises on every rank if one does not."""
         self._runner.stage(self._staging.receive(manifest))
 
-    def drop_adapter(self, version: str) -> None:
+    def drop_adapter(self, version: str, forget: bool = True) -> None:
         self._runner.drop(version)
-        if self._reader is not None:
+        if forget and self._reader is not None:
             self._reader.forget(version)
 
     def staged_versions(self) -> frozenset[str]:

@@ -1,13 +1,15 @@
-"""Which adapters are registered, and which pages of the device hold them. Holds ids, decides, never sees a tensor.
+"""Which adapters are registered, and which of them are in host memory and on the device. Never sees a tensor.
 
-A name points to an immutable version. A version lives while a name or a request holds it; its pages may come and go
-with the need for room, except while a running request uses them.
+A name points to an immutable version. A version lives while a name or a request holds it, at least on disk. Its place
+in host memory and its pages may come and go with the need for room: never the first while a request holds it, never the
+second while a running request uses them.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ray_lora.adapter import AdapterInfo, AdapterManifest
-from ray_lora.errors import AdapterExistsError, AdapterRejectedError, CapacityError, NotFoundError
+from ray_lora.errors import AdapterExistsError, AdapterRejectedError, NotFoundError
 from ray_lora.step import AdapterPlan
 
 
@@ -19,6 +21,8 @@ class Version:
     num_names: int = 0
     num_requests: int = 0
     num_running: int = 0
+    is_staged: bool = True
+    """Every rank has it in host memory, from where it is paged in."""
     pages: tuple[int, ...] | None = None
     slot: int = -1
     """Held together with the pages."""
@@ -33,10 +37,9 @@ class Version:
 class AdapterManager:
     """Registers adapters and hands out pages of 16 ranks, and one of `max_resident` slots to each resident adapter."""
 
-    def __init__(self, num_pages: int, max_resident: int, max_registered: int, max_rank: int) -> None:
+    def __init__(self, num_pages: int, max_resident: int, max_rank: int) -> None:
         self.num_pages = num_pages
         self.max_resident = max_resident
-        self.max_registered = max_registered
         self.max_rank = max_rank
         self._names: dict[str, Version] = {}
         self._versions: dict[str, Version] = {}
@@ -70,8 +73,33 @@ class AdapterManager:
     def info(self, name: str) -> AdapterInfo:
         return _info(name, self.get(name))
 
-    def is_staged(self, version: str) -> bool:
+    def is_registered(self, version: str) -> bool:
+        """Whether a name or a request holds it."""
         return version in self._versions
+
+    def find_cold(self, name: str) -> AdapterManifest | None:
+        """The adapter of this name, if it is registered and not in host memory."""
+        version = self._names.get(name)
+        return version.manifest if version is not None and not version.is_staged else None
+
+    def take_idle(self, held: Iterable[str]) -> str | None:
+        """Of the versions that the ranks hold, one that is dead, or the least recently used that no request holds."""
+        versions = {version: self._versions.get(version) for version in held}
+        for name, version in versions.items():
+            if version is None:
+                return name
+        idle = [version for version in versions.values() if version is not None and version.num_requests == 0]
+        if not idle:
+            return None
+        oldest = min(idle, key=lambda version: version.last_used)
+        oldest.is_staged = False
+        self._free_pages(oldest)
+        return oldest.manifest.version
+
+    def mark_staged(self, version: str) -> None:
+        """Every rank has the version in host memory again; nothing happens if it has died meanwhile."""
+        if version in self._versions:
+            self._versions[version].is_staged = True
 
     def check_register(self, name: str, manifest: AdapterManifest, load_inplace: bool) -> bool:
         """Whether registering would change anything; false if the name already has this content.
@@ -79,7 +107,6 @@ class AdapterManager:
         Raises:
             AdapterExistsError: the name has other content and `load_inplace` is not set.
             AdapterRejectedError: LoRA is off, or the rank is above `max_rank`.
-            CapacityError: as many adapters are registered as host memory is configured for.
         """
         current = self._names.get(name)
         if current is not None and current.manifest.version == manifest.version:
@@ -94,16 +121,14 @@ class AdapterManager:
             raise AdapterRejectedError("LoRA is off: max_loras is 0", "lora_path")
         if manifest.rank > self.max_rank:
             raise AdapterRejectedError(f"rank {manifest.rank} exceeds max_lora_rank {self.max_rank}", "r")
-        if not self.is_staged(manifest.version) and len(self._versions) >= self.max_registered:
-            raise CapacityError(
-                f"{len(self._versions)} adapters are held, as many as max_cpu_loras allows; unload one first"
-            )
         return True
 
     def register(self, name: str, manifest: AdapterManifest) -> None:
         """Point `name` to a version that every rank has staged; requests on the previous one finish on it."""
         version = self._versions.setdefault(manifest.version, Version(manifest))
+        version.is_staged = True
         version.num_names += 1
+        self._touch(version)
         previous = self._names.get(name)
         self._names[name] = version
         if previous is not None:
@@ -173,6 +198,8 @@ class AdapterManager:
             assert version.num_names + version.num_requests > 0, "a dead version lingers"
             assert 0 <= version.num_running <= version.num_requests
             assert version.num_running == 0 or version.pages is not None, "running without pages"
+            assert version.is_staged or version.pages is None, "on the device, and not in host memory"
+            assert version.num_requests == 0 or version.is_staged, "a request's adapter has left host memory"
             if version.pages is not None:
                 pages.extend(version.pages)
                 slots.append(version.slot)
@@ -210,5 +237,6 @@ def _info(name: str, version: Version) -> AdapterInfo:
         rank=manifest.rank,
         num_pages=manifest.num_pages,
         resident=version.pages is not None,
+        tier="device" if version.pages is not None else "host" if version.is_staged else "disk",
         num_requests=version.num_requests,
     )

@@ -3,21 +3,17 @@
 import asyncio
 import queue
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
-from ray_lora.adapter import AdapterInfo, AdapterManifest
-from ray_lora.config import MAX_FETCHES, EngineConfig
-from ray_lora.engine.adapter_resolver import AdapterResolver
+from ray_lora.adapter import AdapterInfo
+from ray_lora.config import EngineConfig
+from ray_lora.engine.adapter_loader import AdapterLoader
 from ray_lora.engine.completion import RequestGroup, Tokenizer
 from ray_lora.engine.engine_core import EngineCore, Event
 from ray_lora.engine.executor import Executor
-from ray_lora.engine.shared_calls import SharedCalls
-from ray_lora.errors import AdapterExistsError, EngineDeadError, RayLoraError
-from ray_lora.names import check_adapter_name, url_scheme
+from ray_lora.errors import EngineDeadError, RayLoraError
 from ray_lora.request import GenerateChunk, GenerateRequest
 from ray_lora.stats import EngineStats
 from ray_lora.step import ModelInfo
@@ -46,16 +42,7 @@ class AsyncEngine:
         self._inbox_lock = threading.Lock()
         self._streams: dict[RequestGroup, Stream] = {}
         self._dead: EngineDeadError | None = None
-        self._adapter_lock = asyncio.Lock()
-        self._held: set[str] = set()
-        """Versions that the ranks hold; read and changed under the lock."""
-        self._resolver: AdapterResolver | None = None
-        if config.lora_resolver_dir is not None:
-            self._resolver = AdapterResolver(Path(config.lora_resolver_dir), config.base_model_name)
-        self._resolutions: SharedCalls[None] = SharedCalls()
-        self._fetches: SharedCalls[AdapterManifest] = SharedCalls()
-        self._fetch_slots = asyncio.Semaphore(MAX_FETCHES)
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._loader = AdapterLoader(config, executor, self._core.adapters, self._call)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -67,14 +54,16 @@ class AsyncEngine:
             NumericsError: the model's output for this request is not finite.
             EngineDeadError: a rank is gone.
         """
-        if request.adapter is not None:
-            await self._resolve(request.adapter)
         stream: Stream = asyncio.Queue()
-        adding = asyncio.ensure_future(self._call(lambda: self._add(request, stream)))
+        adding: asyncio.Future[RequestGroup | None] | None = None
         group: RequestGroup | None = None
         num_unfinished = request.sampling_params.n
         try:
-            group = await asyncio.shield(adding)
+            while group is None:
+                if request.adapter is not None:
+                    await self._loader.make_ready(request.adapter)
+                adding = asyncio.ensure_future(self._call(lambda: self._add(request, stream)))
+                group = await asyncio.shield(adding)
             while num_unfinished:
                 item = await stream.get()
                 if isinstance(item, RayLoraError):
@@ -83,7 +72,8 @@ class AsyncEngine:
                 yield item
         finally:
             if group is None:
-                adding.add_done_callback(self._cancel_added)
+                if adding is not None:
+                    adding.add_done_callback(self._cancel_added)
             elif num_unfinished:
                 self._post(partial(self._cancel, group))
 
@@ -96,17 +86,11 @@ class AsyncEngine:
             InvalidRequestError: the name, the path or the adapter itself, naming the field.
             CapacityError: no room for another adapter.
         """
-        check_adapter_name(name, self.config.base_model_name)
-        return await self._carry_through(self._load(name, path, load_inplace))
+        return await self._loader.load(name, path, load_inplace)
 
     async def unload_adapter(self, name: str) -> None:
         """Forget a name. Requests on it finish; its memory is freed when the last one has."""
-
-        async def unload() -> None:
-            async with self._adapter_lock:
-                await self._call(lambda: self._core.adapters.unregister(name))
-
-        await self._carry_through(unload())
+        await self._loader.unload(name)
 
     def list_adapters(self) -> list[AdapterInfo]:
         return self._core.adapters.list_adapters()
@@ -126,60 +110,6 @@ class AsyncEngine:
         self._inbox.put(None)
         await asyncio.to_thread(self._thread.join)
         await asyncio.to_thread(self._executor.shutdown)
-
-    async def _load(self, name: str, path: str, load_inplace: bool) -> tuple[AdapterInfo, bool]:
-        manifest = await self._fetch(path) if url_scheme(path) is not None else None
-        async with self._adapter_lock:
-            if manifest is None:
-                manifest = await asyncio.to_thread(self._executor.inspect_adapter, path)
-            adapters = self._core.adapters
-            if not await self._call(lambda: adapters.check_register(name, manifest, load_inplace)):
-                return adapters.info(name), False
-            if manifest.version not in self._held:
-                await asyncio.to_thread(self._executor.stage_adapter, manifest)
-                self._held.add(manifest.version)
-            return await self._call(lambda: self._commit(name, manifest)), True
-
-    async def _fetch(self, url: str) -> AdapterManifest:
-        """Inspect a remote adapter, before the lock is taken: other loads do not wait for its download."""
-
-        async def inspect() -> AdapterManifest:
-            async with self._fetch_slots:
-                return await asyncio.to_thread(self._executor.inspect_adapter, url)
-
-        return await self._fetches.run(url, inspect)
-
-    async def _resolve(self, name: str) -> None:
-        """Load an adapter of `lora_resolver_dir` that is asked for by name and is not registered yet."""
-        if self._resolver is None or self._core.adapters.has_name(name):
-            return
-        resolver = self._resolver
-
-        async def load() -> None:
-            path = await asyncio.to_thread(resolver.find, name)
-            if path is not None:
-                await self._load(name, path, load_inplace=False)
-
-        with suppress(AdapterExistsError):  # somebody has loaded it under this name meanwhile
-            await self._resolutions.run(name, load)
-
-    def _commit(self, name: str, manifest: AdapterManifest) -> AdapterInfo:
-        self._core.register(name, manifest)
-        return self._core.adapters.info(name)
-
-    async def _carry_through(self, work: Coroutine[Any, Any, T]) -> T:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return await asyncio.shield(task)
-
-    async def _drop(self, version: str) -> None:
-        """Free a dead version on the ranks, unless it has been registered again or dropped meanwhile."""
-        with suppress(EngineDeadError):  # what dead ranks held is gone
-            async with self._adapter_lock:
-                if version in self._held and not await self._call(lambda: self._core.adapters.is_staged(version)):
-                    await asyncio.to_thread(self._executor.drop_adapter, version)
-                    self._held.discard(version)
 
     async def _call(self, function: Callable[[], T]) -> T:
         """Run a function in the engine's thread, between two steps."""
@@ -206,7 +136,10 @@ class AsyncEngine:
             else:
                 fail(self._dead)
 
-    def _add(self, request: GenerateRequest, stream: Stream) -> RequestGroup:
+    def _add(self, request: GenerateRequest, stream: Stream) -> RequestGroup | None:
+        """None if the adapter has left host memory since it was made ready."""
+        if request.adapter is not None and self._core.adapters.find_cold(request.adapter) is not None:
+            return None
         group = self._core.add(request)
         self._streams[group] = stream
         return group
@@ -215,10 +148,10 @@ class AsyncEngine:
         self._core.cancel(group)
         self._streams.pop(group, None)
 
-    def _cancel_added(self, adding: "asyncio.Future[RequestGroup]") -> None:
+    def _cancel_added(self, adding: "asyncio.Future[RequestGroup | None]") -> None:
         """The caller left while its request was being added."""
-        if not adding.cancelled() and adding.exception() is None:
-            self._post(partial(self._cancel, adding.result()))
+        if not adding.cancelled() and adding.exception() is None and (group := adding.result()) is not None:
+            self._post(partial(self._cancel, group))
 
     def _run(self) -> None:
         """The engine's thread."""
@@ -255,9 +188,7 @@ class AsyncEngine:
         for stream, (_, item) in zip(streams, events, strict=True):
             stream.put_nowait(item)
         for version in dead:
-            task = self._loop.create_task(self._drop(version))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._loader.drop_soon(version)
 
     def _die(self, error: EngineDeadError) -> None:
         """End every stream and every waiting call with the error."""

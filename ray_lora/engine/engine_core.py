@@ -1,4 +1,4 @@
-"""The engine, one step at a time: add and cancel requests, register adapters, `step`. Used from one thread."""
+"""The engine, one step at a time: add and cancel requests, `step`. Used from one thread."""
 
 import random
 import uuid
@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 
-from ray_lora.adapter import AdapterManifest
 from ray_lora.config import EngineConfig
 from ray_lora.engine.adapter_manager import AdapterManager, Version
 from ray_lora.engine.block_manager import BlockManager
@@ -30,9 +29,7 @@ class EngineCore:
         self.info = info
         self.executor = executor
         self.tokenizer = tokenizer
-        self.adapters = AdapterManager(
-            config.num_lora_pages, config.max_loras, config.max_registered_loras, config.max_lora_rank
-        )
+        self.adapters = AdapterManager(config.num_lora_pages, config.max_loras, config.max_lora_rank)
         self.scheduler = Scheduler(
             BlockManager(
                 info.num_kv_blocks,
@@ -124,10 +121,6 @@ class EngineCore:
             num_lora_pages=self.adapters.num_pages,
             num_free_lora_pages=self.adapters.num_free_pages,
         )
-
-    def register(self, name: str, manifest: AdapterManifest) -> None:
-        """Point a name to an adapter that every rank has staged."""
-        self.adapters.register(name, manifest)
 
     def _push(self, completion: Completion, news: NewToken) -> CompletionDelta:
         sequence = completion.sequence

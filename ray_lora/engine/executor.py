@@ -33,8 +33,12 @@ class Executor(Protocol):
             RayLoraError: a rank failed or disagreed, and no rank holds it.
         """
 
-    def drop_adapter(self, version: str) -> None:
-        """Free a staged adapter on every rank; no later plan may name it."""
+    def drop_adapter(self, version: str, forget: bool = True) -> None:
+        """Free a staged adapter on every rank; no later plan may name it, unless it is staged again.
+
+        Args:
+            forget: its files may go as well.
+        """
 
     def check_health(self) -> None:
         """Raise EngineDeadError if a rank is gone."""

@@ -1,9 +1,11 @@
-"""Loading and unloading adapters over HTTP, with vLLM's fields, answers and error texts."""
+"""Loading and unloading adapters over HTTP, with vLLM's fields, answers and error texts; and listing them."""
+
+from dataclasses import asdict
 
 from fastapi import FastAPI, Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from ray_lora.errors import InvalidRequestError
+from ray_lora.errors import InvalidRequestError, NotFoundError
 from ray_lora.serve.http_errors import error_response
 from ray_lora.serve.openai_types import LoadLoraRequest, UnloadLoraRequest
 from ray_lora.serve.request_body import parse_body
@@ -35,3 +37,15 @@ def add_adapter_routes(app: FastAPI, served: ServedModel) -> None:
             return error_response(error, INVALID)
         await served.client.unload_adapter(body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+    @app.get("/v1/adapters")
+    async def list_adapters() -> Response:
+        adapters = await served.client.list_adapters()
+        return JSONResponse({"object": "list", "data": [asdict(info) for info in adapters]})
+
+    @app.get("/v1/adapters/{name}")
+    async def get_adapter(name: str) -> Response:
+        for info in await served.client.list_adapters():
+            if info.name == name:
+                return JSONResponse(asdict(info))
+        raise NotFoundError(f"The lora adapter '{name}' cannot be found.", "name")

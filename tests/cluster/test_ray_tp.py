@@ -192,6 +192,18 @@ def test_a_load_while_eight_requests_decode_changes_none_of_their_tokens(
     assert disturbed == alone
 
 
+def test_adapters_that_take_turns_in_host_memory_answer_with_their_own(
+    checkpoint: Path, adapters: dict[str, str]
+) -> None:
+    prompts = random_prompts(8, 322)
+    names = ["a0", "a1"] * 4
+    args = settings(checkpoint, adapters=adapters, tensor_parallel_size=2, max_loras=1, max_cpu_loras=1)
+    with LLM(**args) as llm:
+        produced = [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY, names)]
+    for prompt, name, tokens in zip(prompts, names, produced, strict=True):
+        assert tokens == expected_tokens(checkpoint, Path(adapters[name]), [prompt], 20)[0]
+
+
 def test_three_ranks_of_the_demo_model_answer_as_peft_does(tmp_path: Path) -> None:
     root = Path(__file__).parents[2] / "deployments" / "adapters"
     adapters = {path.parent.name: str(path.parent) for path in root.glob("*/adapter_config.json")}

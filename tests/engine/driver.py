@@ -67,9 +67,9 @@ class CoreDriver:
         manifest = make_manifest(version or name, rank)
         if not self.core.adapters.check_register(name, manifest, load_inplace):
             return False
-        if not self.core.adapters.is_staged(manifest.version):
+        if not self.core.adapters.is_registered(manifest.version):
             self.executor.stage_adapter(manifest)
-        self.core.register(name, manifest)
+        self.core.adapters.register(name, manifest)
         self._settle()
         return True
 
@@ -152,6 +152,6 @@ class CoreDriver:
     def _settle(self) -> None:
         """Free what has died, as the engine does between two steps, and look for what is lost."""
         for version in self.core.adapters.take_dead():
-            if not self.core.adapters.is_staged(version):
+            if not self.core.adapters.is_registered(version):
                 self.executor.drop_adapter(version)
         self.scheduler.check_integrity()

@@ -164,11 +164,11 @@ class FakeExecutor:
         with self._lock:
             self.staged[manifest.version] = manifest
 
-    def drop_adapter(self, version: str) -> None:
-        self.calls.append(("drop", version))
+    def drop_adapter(self, version: str, forget: bool = True) -> None:
+        self.calls.append(("drop" if forget else "unstage", version))
         self.before_drop(version)
         with self._lock:
-            del self.staged[version]
+            self.staged.pop(version, None)
 
     def check_health(self) -> None:
         if self.dead:

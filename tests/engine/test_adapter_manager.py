@@ -3,12 +3,12 @@ from fake_executor import make_manifest
 
 from ray_lora.adapter import AdapterInfo
 from ray_lora.engine.adapter_manager import AdapterManager, Version
-from ray_lora.errors import AdapterExistsError, AdapterRejectedError, CapacityError, NotFoundError
+from ray_lora.errors import AdapterExistsError, AdapterRejectedError, NotFoundError
 from ray_lora.step import AdapterPlan
 
 
-def make_manager(num_pages: int = 4, max_resident: int = 4, max_registered: int = 8) -> AdapterManager:
-    return AdapterManager(num_pages, max_resident, max_registered, max_rank=64)
+def make_manager(num_pages: int = 4, max_resident: int = 4) -> AdapterManager:
+    return AdapterManager(num_pages, max_resident, max_rank=64)
 
 
 def registered(adapters: AdapterManager, name: str, rank: int = 16, version: str | None = None) -> Version:
@@ -53,7 +53,7 @@ def test_a_resident_adapter_is_not_paged_in_again() -> None:
 
 
 def test_registering_takes_no_page() -> None:
-    adapters = make_manager(num_pages=1, max_resident=1, max_registered=100)
+    adapters = make_manager(num_pages=1, max_resident=1)
     for index in range(100):
         registered(adapters, f"a{index}")
     adapters.check_integrity()
@@ -62,7 +62,7 @@ def test_registering_takes_no_page() -> None:
 
 
 def test_every_registered_adapter_can_be_used_whatever_the_number_of_pages() -> None:
-    adapters = make_manager(num_pages=2, max_resident=2, max_registered=50)
+    adapters = make_manager(num_pages=2, max_resident=2)
     versions = [registered(adapters, f"a{index}", rank=16 * (1 + index % 2)) for index in range(50)]
     for version in versions * 2:
         assert activated(adapters, version) is not None
@@ -129,11 +129,11 @@ def test_a_version_lives_until_its_last_name_and_its_last_request_are_gone() -> 
     version = registered(adapters, "a")
     activated(adapters, version)
     adapters.unregister("a")
-    assert adapters.is_staged("a")
+    assert adapters.is_registered("a")
     assert adapters.take_dead() == []
     assert adapters.resident == ()
     ended(adapters, version)
-    assert not adapters.is_staged("a")
+    assert not adapters.is_registered("a")
     assert adapters.num_free_pages == 4
     assert adapters.take_dead() == ["a"]
     assert adapters.take_dead() == []
@@ -165,7 +165,7 @@ def test_reloading_makes_a_new_version_and_leaves_the_old_to_its_requests() -> N
 
 
 def test_two_names_of_one_content_are_one_version() -> None:
-    adapters = make_manager(max_registered=1)
+    adapters = make_manager()
     first = registered(adapters, "a", version="v")
     assert adapters.check_register("b", make_manifest("v"), load_inplace=False)
     assert registered(adapters, "b", version="v") is first
@@ -219,19 +219,23 @@ def test_an_adapter_is_refused_where_lora_is_off() -> None:
         make_manager(num_pages=0, max_resident=0).check_register("a", make_manifest("a"), load_inplace=False)
 
 
-def test_registrations_are_limited_by_content_not_by_name() -> None:
-    adapters = make_manager(max_registered=2)
-    registered(adapters, "a")
-    version = registered(adapters, "b")
-    with pytest.raises(CapacityError, match="max_cpu_loras"):
-        adapters.check_register("c", make_manifest("c"), load_inplace=False)
-    assert adapters.check_register("c", make_manifest("a"), load_inplace=False)
-    adapters.hold(version)
-    adapters.unregister("b")
-    with pytest.raises(CapacityError):
-        adapters.check_register("c", make_manifest("c"), load_inplace=False)
-    adapters.let_go(version)
-    assert adapters.check_register("c", make_manifest("c"), load_inplace=False)
+def test_the_least_recently_used_without_requests_leaves_host_memory() -> None:
+    adapters = make_manager()
+    first, second, third = (registered(adapters, name) for name in "abc")
+    activated(adapters, first)
+    ended(adapters, first)
+    adapters.hold(second)
+    assert adapters.take_idle("abc") == "c"
+    assert adapters.find_cold("c") == third.manifest
+    assert adapters.take_idle("ab") == "a"
+    assert adapters.take_idle("b") is None, "a request holds it"
+    assert [info.tier for info in adapters.list_adapters()] == ["disk", "host", "disk"]
+    adapters.check_integrity()
+    adapters.mark_staged("c")
+    assert adapters.find_cold("c") is None
+    adapters.mark_staged("gone")
+    adapters.unregister("c")
+    assert adapters.take_idle("bc") == "c", "the dead go first"
 
 
 def test_an_unknown_name_is_not_found() -> None:
@@ -247,8 +251,8 @@ def test_the_list_tells_of_every_name() -> None:
     registered(adapters, "b", version="w")
     activated(adapters, version)
     assert adapters.list_adapters() == [
-        AdapterInfo("a", "v", "/adapters/v", rank=20, num_pages=2, resident=True, num_requests=1),
-        AdapterInfo("b", "w", "/adapters/w", rank=16, num_pages=1, resident=False, num_requests=0),
+        AdapterInfo("a", "v", "/adapters/v", rank=20, num_pages=2, resident=True, tier="device", num_requests=1),
+        AdapterInfo("b", "w", "/adapters/w", rank=16, num_pages=1, resident=False, tier="host", num_requests=0),
     ]
 
 

@@ -27,14 +27,14 @@ class Harness:
     ) -> None:
         info = ModelInfo(VOCAB_SIZE, max_model_len, num_blocks, ())
         self.executor = FakeExecutor(info, 4, max_num_seqs, max_num_batched_tokens, num_pages, max_loras)
-        self.adapters = AdapterManager(num_pages, max_loras, max_registered=100, max_rank=64)
+        self.adapters = AdapterManager(num_pages, max_loras, max_rank=64)
         blocks = BlockManager(num_blocks, 4, enable_prefix_caching)
         self.scheduler = Scheduler(blocks, self.adapters, max_num_seqs, max_num_batched_tokens, max_model_len)
         self._next_id = 0
 
     def register(self, name: str, version: str | None = None, rank: int = 16) -> None:
         manifest = make_manifest(version or name, rank)
-        if not self.adapters.is_staged(manifest.version):
+        if not self.adapters.is_registered(manifest.version):
             self.executor.stage_adapter(manifest)
         self.adapters.register(name, manifest)
 

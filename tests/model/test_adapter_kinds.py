@@ -108,10 +108,13 @@ def test_only_adapters_that_need_it_run_more_code(
     assert {operator: calls.count(operator) for operator in calls} == expected
 
 
-def test_kinds_take_turns_on_the_device_and_leave_nothing_behind(checkpoint: Path, adapters: dict[str, str]) -> None:
+@pytest.mark.parametrize("max_cpu_loras", [None, 2, 4])
+def test_kinds_take_turns_on_the_device_and_in_host_memory_and_leave_nothing_behind(
+    max_cpu_loras: int | None, checkpoint: Path, adapters: dict[str, str]
+) -> None:
     names = list(MIXED) * 2
     prompts = random_prompts(len(names), 320, seed=2, longest=20)
-    with open_with(checkpoint, adapters, max_loras=2) as llm:
+    with open_with(checkpoint, adapters, max_loras=2, max_cpu_loras=max_cpu_loras) as llm:
         for _ in range(2):
             produced = [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY, names)]
             for name, prompt, tokens in zip(names, prompts, produced, strict=True):

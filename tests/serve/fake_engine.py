@@ -102,7 +102,7 @@ class FakeEngine:
                 "If you want to load the adapter in place, set 'load_inplace' to True.",
                 "lora_name",
             )
-        self.adapters[name] = AdapterInfo(name, version, path, config["r"], 1, True, 0)
+        self.adapters[name] = AdapterInfo(name, version, path, config["r"], 1, True, "device", 0)
         return self.adapters[name], True
 
     async def unload_adapter(self, name: str) -> None:

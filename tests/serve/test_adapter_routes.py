@@ -27,6 +27,25 @@ def test_a_loaded_adapter_is_listed_under_its_base(
     assert openai_client.models.retrieve("smollm2").id == "smollm2"
 
 
+def test_an_adapter_is_shown_with_its_version_and_tier(http: httpx.Client, adapter_dir: Path) -> None:
+    assert http.get("/v1/adapters").json() == {"object": "list", "data": []}
+    load(http, adapter_dir)
+    shown = http.get("/v1/adapters/pirate").json()
+    assert http.get("/v1/adapters").json()["data"] == [shown]
+    assert shown == {
+        "name": "pirate",
+        "version": "v8",
+        "source": str(adapter_dir),
+        "rank": 8,
+        "num_pages": 1,
+        "resident": True,
+        "tier": "device",
+        "num_requests": 0,
+    }
+    answer = http.get("/v1/adapters/nobody")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (404, "name")
+
+
 def test_unloading_is_once_only(http: httpx.Client, adapter_dir: Path) -> None:
     load(http, adapter_dir)
     answer = http.post("/v1/unload_lora_adapter", json={"lora_name": "pirate"})
