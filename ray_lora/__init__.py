@@ -26,6 +26,7 @@ from ray_lora.errors import (
     NotFoundError,
     NumericsError,
     RayLoraError,
+    VersionConflictError,
 )
 from ray_lora.request import (
     CompletionDelta,
@@ -60,6 +61,7 @@ __all__ = [
     "RayLoraError",
     "RequestOutput",
     "SamplingParams",
+    "VersionConflictError",
 ]
 
 

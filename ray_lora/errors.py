@@ -4,7 +4,8 @@ RayLoraError
 ├── ConfigError               the server cannot start as configured
 ├── InvalidRequestError       the caller's mistake; `param` names the field
 │   ├── AdapterRejectedError  an adapter that cannot be honoured exactly
-│   └── AdapterExistsError    the name is taken
+│   ├── AdapterExistsError    the name is taken
+│   └── VersionConflictError  the name points to another version than the caller expects
 ├── NotFoundError             no such model or adapter
 ├── CapacityError             no room now; the same call may succeed later
 ├── AdapterStagingError       a rank could not take an adapter; no rank keeps it
@@ -46,6 +47,10 @@ class AdapterRejectedError(InvalidRequestError):
 
 class AdapterExistsError(InvalidRequestError):
     """The adapter's name is taken by other content."""
+
+
+class VersionConflictError(InvalidRequestError):
+    """The adapter's name points to another version than the caller expects: somebody else has written it."""
 
 
 class NotFoundError(RayLoraError):

@@ -73,13 +73,17 @@ class LLM:
         requests = _requests(prompts, sampling_params or SamplingParams(), adapters)
         return self._run(self._generate(requests))
 
-    def load_adapter(self, name: str, path: str, load_inplace: bool = False) -> AdapterInfo:
+    def load_adapter(
+        self, name: str, path: str, load_inplace: bool = False, expected_version: str | None = None
+    ) -> AdapterInfo:
         """Register an adapter; with `load_inplace` also in place of another of that name.
+
+        With `expected_version`, only if the name points to that version now.
 
         Raises:
             InvalidRequestError, NotFoundError, CapacityError: what is wrong with it; nothing has changed.
         """
-        info, _ = self._run(self._engine.load_adapter(name, str(path), load_inplace))
+        info, _ = self._run(self._engine.load_adapter(name, str(path), load_inplace, expected_version))
         return info
 
     def unload_adapter(self, name: str) -> None:

@@ -16,6 +16,7 @@ from ray_lora.errors import (
     NotFoundError,
     NumericsError,
     RayLoraError,
+    VersionConflictError,
 )
 
 CLASSES = [entry for entry in vars(errors).values() if inspect.isclass(entry) and issubclass(entry, RayLoraError)]
@@ -53,6 +54,7 @@ INSTANCES = [
     InvalidRequestError("what", "temperature"),
     AdapterRejectedError("what", param="r"),
     AdapterExistsError("what", "lora_name"),
+    VersionConflictError("what", "expected_version"),
     NotFoundError("what", "model"),
     CapacityError("what"),
     CapacityError("what", 1.5),
@@ -95,4 +97,5 @@ def test_the_callers_mistakes_are_one_branch() -> None:
         InvalidRequestError,
         AdapterRejectedError,
         AdapterExistsError,
+        VersionConflictError,
     ]

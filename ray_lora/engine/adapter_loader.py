@@ -54,10 +54,12 @@ class AdapterLoader:
         self._fetch_slots = asyncio.Semaphore(MAX_FETCHES)
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    async def load(self, name: str, path: str, load_inplace: bool) -> tuple[AdapterInfo, bool]:
+    async def load(
+        self, name: str, path: str, load_inplace: bool, expected_version: str | None = None
+    ) -> tuple[AdapterInfo, bool]:
         """See `AsyncEngine.load_adapter`."""
         check_adapter_name(name, self._config.base_model_name)
-        return await self._carry_through(self._load(name, path, load_inplace))
+        return await self._carry_through(self._load(name, path, load_inplace, expected_version))
 
     async def unload(self, name: str) -> None:
         """See `AsyncEngine.unload_adapter`."""
@@ -72,12 +74,15 @@ class AdapterLoader:
         """Free a version that neither a name nor a request holds any more."""
         self._start(self._drop(version))
 
-    async def _load(self, name: str, path: str, load_inplace: bool) -> tuple[AdapterInfo, bool]:
+    async def _load(
+        self, name: str, path: str, load_inplace: bool, expected_version: str | None = None
+    ) -> tuple[AdapterInfo, bool]:
         manifest = await self._fetch(path) if url_scheme(path) is not None else None
         async with self._adapter_lock:
             if manifest is None:
                 manifest = await asyncio.to_thread(self._executor.inspect_adapter, path)
-            if not await self._call(lambda: self._adapters.check_register(name, manifest, load_inplace)):
+            checked = partial(self._adapters.check_register, name, manifest, load_inplace, expected_version)
+            if not await self._call(checked):
                 return self._adapters.info(name), False
             if not await self._stage(manifest):
                 raise CapacityError(

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ray_lora.adapter import AdapterInfo, AdapterManifest
-from ray_lora.errors import AdapterExistsError, AdapterRejectedError, NotFoundError
+from ray_lora.errors import AdapterExistsError, AdapterRejectedError, NotFoundError, VersionConflictError
 from ray_lora.step import AdapterPlan
 
 
@@ -101,16 +101,22 @@ class AdapterManager:
         if version in self._versions:
             self._versions[version].is_staged = True
 
-    def check_register(self, name: str, manifest: AdapterManifest, load_inplace: bool) -> bool:
+    def check_register(
+        self, name: str, manifest: AdapterManifest, load_inplace: bool, expected_version: str | None = None
+    ) -> bool:
         """Whether registering would change anything; false if the name already has this content.
 
         Raises:
+            VersionConflictError: the name points to another version than `expected_version`.
             AdapterExistsError: the name has other content and `load_inplace` is not set.
             AdapterRejectedError: LoRA is off, or the rank is above `max_rank`.
         """
         current = self._names.get(name)
         if current is not None and current.manifest.version == manifest.version:
             return False
+        if expected_version is not None and (current is None or current.manifest.version != expected_version):
+            points_to = "nothing" if current is None else f"version {current.manifest.version}"
+            raise VersionConflictError(f"'{name}' points to {points_to}, not to {expected_version}", "expected_version")
         if current is not None and not load_inplace:
             raise AdapterExistsError(
                 f"The lora adapter '{name}' has already been loaded. "

@@ -77,16 +77,23 @@ class AsyncEngine:
             elif num_unfinished:
                 self._post(partial(self._cancel, group))
 
-    async def load_adapter(self, name: str, path: str, load_inplace: bool = False) -> tuple[AdapterInfo, bool]:
+    async def load_adapter(
+        self, name: str, path: str, load_inplace: bool = False, expected_version: str | None = None
+    ) -> tuple[AdapterInfo, bool]:
         """Register an adapter once every rank holds it; false if the name already had this content.
 
         Once begun, it is carried through even if the caller goes away.
 
+        Args:
+            load_inplace: also in place of other content of that name.
+            expected_version: what the name must point to now, so that of two writers one is told.
+
         Raises:
             InvalidRequestError: the name, the path or the adapter itself, naming the field.
+            VersionConflictError: the name points to another version.
             CapacityError: no room for another adapter.
         """
-        return await self._loader.load(name, path, load_inplace)
+        return await self._loader.load(name, path, load_inplace, expected_version)
 
     async def unload_adapter(self, name: str) -> None:
         """Forget a name. Requests on it finish; its memory is freed when the last one has."""

@@ -5,13 +5,15 @@ from dataclasses import asdict
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from ray_lora.errors import InvalidRequestError, NotFoundError
+from ray_lora.errors import InvalidRequestError, NotFoundError, VersionConflictError
 from ray_lora.serve.http_errors import error_response
 from ray_lora.serve.openai_types import LoadLoraRequest, UnloadLoraRequest
 from ray_lora.serve.request_body import parse_body
 from ray_lora.serve.served_model import ServedModel
 
 INVALID = "InvalidUserInput"
+VERSION_HEADER = "x-adapter-version"
+"""Tells which version served a request, or was loaded."""
 
 
 def add_adapter_routes(app: FastAPI, served: ServedModel) -> None:
@@ -22,10 +24,18 @@ def add_adapter_routes(app: FastAPI, served: ServedModel) -> None:
             if not body.lora_name or not body.lora_path:
                 missing = "lora_path" if body.lora_name else "lora_name"
                 raise InvalidRequestError("Both 'lora_name' and 'lora_path' must be provided.", missing)
-            await served.client.load_adapter(body.lora_name, body.lora_path, body.load_inplace)
+            info, changed = await served.client.load_adapter(
+                body.lora_name, body.lora_path, body.load_inplace, body.expected_version
+            )
+        except VersionConflictError:
+            raise
         except InvalidRequestError as error:
             return error_response(error, INVALID)
-        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+        headers = {VERSION_HEADER: info.version}
+        if not changed:
+            said = f"Success: LoRA adapter '{body.lora_name}' had this content already; nothing has changed."
+            return PlainTextResponse(said, headers=headers)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.", headers=headers)
 
     @app.post("/v1/unload_lora_adapter")
     async def unload_lora_adapter(request: Request) -> Response:

@@ -25,8 +25,10 @@ class DurableEngine(AsyncEngine):
         self._registry = registry
         self._is_restored = False
 
-    async def load_adapter(self, name: str, path: str, load_inplace: bool = False) -> tuple[AdapterInfo, bool]:
-        info, changed = await super().load_adapter(name, path, load_inplace)
+    async def load_adapter(
+        self, name: str, path: str, load_inplace: bool = False, expected_version: str | None = None
+    ) -> tuple[AdapterInfo, bool]:
+        info, changed = await super().load_adapter(name, path, load_inplace, expected_version)
         if self._is_restored:
             await asyncio.to_thread(self._registry.put, RegistryEntry(name, info.version, path))
         return info, changed

@@ -15,8 +15,10 @@ class EngineClient(Protocol):
     def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
         """Stream a request's chunks; closing the generator cancels the request where it runs."""
 
-    async def load_adapter(self, name: str, path: str, load_inplace: bool = False) -> AdapterInfo:
-        """Load an adapter on every replica."""
+    async def load_adapter(
+        self, name: str, path: str, load_inplace: bool = False, expected_version: str | None = None
+    ) -> tuple[AdapterInfo, bool]:
+        """Load an adapter on every replica; false if all of them had this content under this name."""
 
     async def unload_adapter(self, name: str) -> None:
         """Unload an adapter on every replica."""

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from starlette.responses import JSONResponse, Response
 
 from ray_lora.errors import EngineDeadError, RayLoraError
-from ray_lora.serve.adapter_routes import add_adapter_routes
+from ray_lora.serve.adapter_routes import VERSION_HEADER, add_adapter_routes
 from ray_lora.serve.http_errors import body_of, error_body, install_error_handlers, model_not_found
 from ray_lora.serve.openai_answers import AnswerHead, chat_answer, completion_answer
 from ray_lora.serve.openai_types import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -23,7 +23,6 @@ from ray_lora.serve.sse import DONE, ChatWriter, CompletionWriter, EventStream, 
 logger = logging.getLogger("ray.serve")
 Translate = Callable[[RayLoraError], RayLoraError]
 
-VERSION_HEADER = "x-adapter-version"
 REQUEST_ID_HEADER = "x-request-id"
 
 

@@ -16,10 +16,12 @@ from ray_lora.errors import (
     NotFoundError,
     NumericsError,
     RayLoraError,
+    VersionConflictError,
 )
 
 STATUS: dict[type[RayLoraError], int] = {
     InvalidRequestError: 400,
+    VersionConflictError: 409,
     NotFoundError: 404,
     CapacityError: 429,
     NumericsError: 500,
@@ -32,6 +34,7 @@ STATUS: dict[type[RayLoraError], int] = {
 TYPE = {
     400: "BadRequestError",
     404: "NotFoundError",
+    409: "ConflictError",
     405: "MethodNotAllowedError",
     415: "UnsupportedMediaTypeError",
     429: "TooManyRequestsError",

@@ -61,13 +61,18 @@ class Ingress:
                 output.append(chunk)
         return output
 
-    async def load_adapter(self, name: str, path: str, load_inplace: bool = False) -> AdapterInfo:
+    async def load_adapter(
+        self, name: str, path: str, load_inplace: bool = False, expected_version: str | None = None
+    ) -> AdapterInfo:
         """Load an adapter on every replica; the same name with the same content changes nothing.
+
+        With `expected_version`, only if the name points to that version now.
 
         Raises:
             InvalidRequestError, NotFoundError, CapacityError: what is wrong with it; nothing has changed.
         """
-        return await self._client.load_adapter(name, path, load_inplace)
+        info, _ = await self._client.load_adapter(name, path, load_inplace, expected_version)
+        return info
 
     async def unload_adapter(self, name: str) -> None:
         """Forget an adapter; requests that run on it finish.

@@ -203,6 +203,7 @@ class LoadLoraRequest(RequestBody):
     lora_name: str | None = None
     lora_path: str | None = None
     load_inplace: bool = False
+    expected_version: str | None = None
 
 
 class UnloadLoraRequest(RequestBody):

@@ -27,7 +27,9 @@ class Engine(Protocol):
     info: ModelInfo
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]: ...
-    async def load_adapter(self, name: str, path: str, load_inplace: bool = False) -> tuple[AdapterInfo, bool]: ...
+    async def load_adapter(
+        self, name: str, path: str, load_inplace: bool = False, expected_version: str | None = None
+    ) -> tuple[AdapterInfo, bool]: ...
     async def unload_adapter(self, name: str) -> None: ...
     def list_adapters(self) -> list[AdapterInfo]: ...
     def stats(self) -> EngineStats: ...
@@ -83,13 +85,14 @@ class LLMReplica:
                 async for batch in batches:
                     yield batch
 
-    async def load_adapter(self, name: str, path: str, load_inplace: bool = False) -> AdapterInfo | RayLoraError:
+    async def load_adapter(
+        self, name: str, path: str, load_inplace: bool = False, expected_version: str | None = None
+    ) -> tuple[AdapterInfo, bool] | RayLoraError:
         """Errors are returned, not raised, so that Serve does not log a caller's mistake as a failure."""
         try:
-            info, _ = await self._engine.load_adapter(name, path, load_inplace)
+            return await self._engine.load_adapter(name, path, load_inplace, expected_version)
         except RayLoraError as error:
             return error
-        return info
 
     async def unload_adapter(self, name: str) -> RayLoraError | None:
         try:

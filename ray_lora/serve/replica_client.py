@@ -61,9 +61,11 @@ class ReplicaClient:
                 call.cancel()
                 watching.cancel()
 
-    async def load_adapter(self, name: str, path: str, load_inplace: bool = False) -> AdapterInfo:
-        info: AdapterInfo = (await self._on_all("load_adapter", name, path, load_inplace))[0]
-        return info
+    async def load_adapter(
+        self, name: str, path: str, load_inplace: bool = False, expected_version: str | None = None
+    ) -> tuple[AdapterInfo, bool]:
+        results = await self._on_all("load_adapter", name, path, load_inplace, expected_version)
+        return results[0][0], any(changed for _, changed in results)
 
     async def unload_adapter(self, name: str) -> None:
         await self._on_all("unload_adapter", name)

@@ -3,7 +3,7 @@ from fake_executor import make_manifest
 
 from ray_lora.adapter import AdapterInfo
 from ray_lora.engine.adapter_manager import AdapterManager, Version
-from ray_lora.errors import AdapterExistsError, AdapterRejectedError, NotFoundError
+from ray_lora.errors import AdapterExistsError, AdapterRejectedError, NotFoundError, VersionConflictError
 from ray_lora.step import AdapterPlan
 
 
@@ -206,6 +206,17 @@ def test_a_taken_name_is_replaced_only_in_place() -> None:
         adapters.check_register("a", make_manifest("v2"), load_inplace=False)
     assert caught.value.param == "lora_name"
     assert adapters.check_register("a", make_manifest("v2"), load_inplace=True)
+
+
+def test_a_name_moves_only_from_the_version_that_the_writer_expects() -> None:
+    adapters = make_manager()
+    registered(adapters, "a", version="v1")
+    for name, expected in (("a", "v0"), ("b", "v1")):
+        with pytest.raises(VersionConflictError, match="points to") as caught:
+            adapters.check_register(name, make_manifest("v2"), load_inplace=True, expected_version=expected)
+        assert caught.value.param == "expected_version"
+    assert adapters.check_register("a", make_manifest("v2"), load_inplace=True, expected_version="v1")
+    assert not adapters.check_register("a", make_manifest("v1"), load_inplace=True, expected_version="v0")
 
 
 def test_a_rank_above_the_limit_is_refused_by_name() -> None:

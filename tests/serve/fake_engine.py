@@ -20,6 +20,7 @@ from ray_lora.errors import (
     NotFoundError,
     NumericsError,
     RayLoraError,
+    VersionConflictError,
 )
 from ray_lora.request import CompletionDelta, GenerateChunk, GenerateRequest, Logprob, LogprobsDict
 from ray_lora.serve.tokenizer import Tokenizer
@@ -86,7 +87,9 @@ class FakeEngine:
             if not is_done:
                 self.cancelled.append(request.request_id)
 
-    async def load_adapter(self, name: str, path: str, load_inplace: bool = False) -> tuple[AdapterInfo, bool]:
+    async def load_adapter(
+        self, name: str, path: str, load_inplace: bool = False, expected_version: str | None = None
+    ) -> tuple[AdapterInfo, bool]:
         if not Path(path).is_dir():
             raise NotFoundError(f"lora_path: {path} does not exist", "lora_path")
         config = json.loads((Path(path) / "adapter_config.json").read_text())
@@ -94,6 +97,8 @@ class FakeEngine:
             raise AdapterRejectedError("use_dora is not supported", "use_dora")
         version = f"v{config['r']}"
         before = self.adapters.get(name)
+        if expected_version is not None and (before is None or before.version not in (expected_version, version)):
+            raise VersionConflictError(f"'{name}' is not at {expected_version}", "expected_version")
         if before is not None and before.version == version:
             return before, False
         if before is not None and not load_inplace:
@@ -171,8 +176,10 @@ class FakeClient:
         self.unload_adapter = engine.unload_adapter
         self.check_health = engine.check_health
 
-    async def load_adapter(self, name: str, path: str, load_inplace: bool = False) -> AdapterInfo:
-        return (await self.engine.load_adapter(name, path, load_inplace))[0]
+    async def load_adapter(
+        self, name: str, path: str, load_inplace: bool = False, expected_version: str | None = None
+    ) -> tuple[AdapterInfo, bool]:
+        return await self.engine.load_adapter(name, path, load_inplace, expected_version)
 
     async def list_adapters(self) -> list[AdapterInfo]:
         return self.engine.list_adapters()

@@ -70,6 +70,22 @@ def test_a_name_is_taken_unless_replaced_in_place(http: httpx.Client, server: Se
     assert server.engine.adapters["pirate"].version == "v16"
 
 
+def test_of_two_writers_the_later_is_told(http: httpx.Client, server: Server, adapter_dir: Path) -> None:
+    first = load(http, adapter_dir)
+    assert first.headers["x-adapter-version"] == "v8"
+    again = load(http, adapter_dir)
+    assert (again.status_code, again.headers["x-adapter-version"]) == (200, "v8")
+    assert again.text == "Success: LoRA adapter 'pirate' had this content already; nothing has changed."
+    (adapter_dir / "adapter_config.json").write_text(json.dumps({"r": 16}))
+    body = {"lora_name": "pirate", "lora_path": str(adapter_dir), "load_inplace": True}
+    answer = http.post("/v1/load_lora_adapter", json={**body, "expected_version": "v7"})
+    assert answer.status_code == 409
+    assert (answer.json()["error"]["type"], answer.json()["error"]["param"]) == ("ConflictError", "expected_version")
+    assert server.engine.adapters["pirate"].version == "v8"
+    answer = http.post("/v1/load_lora_adapter", json={**body, "expected_version": "v8"})
+    assert (answer.status_code, answer.headers["x-adapter-version"]) == (200, "v16")
+
+
 @pytest.mark.parametrize("body", [{}, {"lora_name": "a"}, {"lora_path": "/a"}, {"lora_name": "", "lora_path": "/a"}])
 def test_a_load_needs_name_and_path(http: httpx.Client, body: dict[str, str]) -> None:
     error = http.post("/v1/load_lora_adapter", json=body).json()["error"]
