@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-QUESTIONS = ("lora_kernel", "throughput", "llama_cpp", "http_clients", "tensor_parallel", "memory")
+QUESTIONS = ("lora_kernel", "lora_dense", "throughput", "llama_cpp", "http_clients", "tensor_parallel", "memory")
 
 
 def main() -> None:
