@@ -13,25 +13,15 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import Row, report, seconds
+from benchmarks.lora_kernel import DEMO_LAYER, columns, even_segments, pages
+from ray_lora.adapter import PAGE_RANK
 from ray_lora.backends.cpu_kernels import CPUKernels
 from ray_lora.backends.cpu_library import load_cpu_kernels
 from ray_lora.backends.cpu_linear import pack_panels
-from ray_lora.ops.lora import Segments
 
-FUSED = ((576, (0, 576, 768, 960)), (576, (0, 576)), (576, (0, 1536, 3072)), (1536, (0, 576)))
-"""Inputs and slices of qkv, o, gate_up and down."""
 LAYERS = 12
-RANK = 16
 LOADS = ((16, 16), (16, 4), (16, 1), (64, 16), (256, 16))
 """Rows and adapters."""
-
-
-def make_segments(num_rows: int, num_adapters: int) -> Segments:
-    def int32(values: range) -> Tensor:
-        return torch.tensor(list(values), dtype=torch.int32)
-
-    starts = range(0, num_rows + 1, num_rows // num_adapters)
-    return Segments(int32(range(num_rows)), int32(starts), int32(range(num_adapters)), int32(range(num_adapters + 1)))
 
 
 def microseconds(run: Callable[[int], object]) -> float:
@@ -47,16 +37,19 @@ def microseconds(run: Callable[[int], object]) -> float:
 
 def measure(kernels: CPUKernels, num_rows: int, num_adapters: int) -> tuple[float, float, float]:
     """Microseconds of a layer: segments, dense over the union, A under the base weight."""
-    segments = make_segments(num_rows, num_adapters)
+    segments = even_segments(num_rows, num_adapters)
     size = kernels.panel_size
     by_segments = dense = under = 0.0
-    for in_features, slices in FUSED:
+    for in_features, slices in DEMO_LAYER:
         out_features, num_slices = slices[-1], len(slices) - 1
-        num_ranks = num_adapters * RANK
+        num_ranks = num_adapters * PAGE_RANK
         x, y = torch.randn(num_rows, in_features), torch.zeros(num_rows, out_features)
         s = torch.randn(num_rows, num_ranks)
         pools = [
-            (torch.randn(num_adapters, num_slices, RANK, in_features), torch.randn(num_adapters, RANK, out_features))
+            (
+                pages(num_adapters, num_slices, in_features, torch.float32),
+                columns(num_adapters, out_features, torch.float32),
+            )
             for _ in range(LAYERS)
         ]
         by_segments += microseconds(lambda i: kernels.add_lora_(y, x, *pools[i], slices, segments))  # noqa: B023

@@ -39,6 +39,9 @@ float read_all(const float* p, size_t n, int threads) {
 """
 PAGE_RANK = 16
 
+DEMO_LAYER = ((576, (0, 576, 768, 960)), (576, (0, 576)), (576, (0, 1536, 3072)), (1536, (0, 576)))
+"""Inputs and slices of the demo model's qkv, o, gate_up and down."""
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
@@ -60,7 +63,7 @@ def decode(kernels: CPUKernels) -> list[Row]:
         (pages(num_rows, 1, size, torch.bfloat16), columns(num_rows, size, torch.bfloat16)) for _ in range(num_pools)
     ]
     x, y = torch.randn(num_rows, size), torch.randn(num_rows, size)
-    segments = one_adapter_per_row(num_rows)
+    segments = even_segments(num_rows, num_rows)
     page_bytes = sum(part.nbytes for part in pools[0])
     row_bytes = x.nbytes + 2 * y.nbytes
     read_all = compiled_read_loop()
@@ -91,12 +94,7 @@ def prefill(kernels: CPUKernels) -> list[Row]:
     num_pages = rank // PAGE_RANK
     per_adapter = num_rows // num_adapters
     x, y = torch.randn(num_rows, size), torch.randn(num_rows, size)
-    segments = Segments(
-        torch.arange(num_rows, dtype=torch.int32),
-        torch.arange(0, num_rows + 1, per_adapter, dtype=torch.int32),
-        torch.arange(num_adapters * num_pages, dtype=torch.int32),
-        torch.arange(0, num_adapters * num_pages + 1, num_pages, dtype=torch.int32),
-    )
+    segments = even_segments(num_rows, num_adapters, num_pages)
     dense = [(torch.randn(rank, size), torch.randn(size, rank)) for _ in range(num_adapters)]
     packed = [tuple(torch.ops.mkldnn._reorder_linear_weight(weight, per_adapter) for weight in pair) for pair in dense]
     parts = [x[first : first + per_adapter] for first in range(0, num_rows, per_adapter)]
@@ -138,20 +136,19 @@ def overhead(kernels: CPUKernels) -> list[Row]:
     with_threads(DEFAULT_THREADS)
     x, y = torch.randn(1, PAGE_RANK), torch.randn(1, PAGE_RANK)
     pool_a, pool_b = single_pages(1, PAGE_RANK, torch.float32), columns(1, PAGE_RANK, torch.float32)
-    segments = one_adapter_per_row(1)
+    segments = even_segments(1, 1)
 
     launches: list[tuple[Any, ...]] = [(y, x, pool_a, pool_b, (0, PAGE_RANK), segments)] * 1000
     tiny = min(timed(launch_all, kernels, launches) for _ in range(30)) / 1000 * 1e6
     rows = [Row("overhead of a launch", tiny, "us", 3.0, at_least=False, note="one row, one 16 x 16 page")]
-    shapes = (((576,), (0, 576, 768, 960)), ((576,), (0, 576)), ((576,), (0, 1536, 3072)), ((1536,), (0, 576)))
     for num_rows in (1, 16):
         step = []
         for _ in range(30):
-            for (in_features,), slices in shapes:
+            for in_features, slices in DEMO_LAYER:
                 a = pages(num_rows, len(slices) - 1, in_features, torch.bfloat16)
                 step.append((a, columns(num_rows, slices[-1], torch.bfloat16), slices))
         x, y = torch.randn(num_rows, 1536), torch.randn(num_rows, 3072)
-        segments = one_adapter_per_row(num_rows)
+        segments = even_segments(num_rows, num_rows)
 
         launches = [(y[:, : slices[-1]], x[:, : a.shape[-1]], a, b, slices, segments) for a, b, slices in step]
         cost = min(timed(launch_all, kernels, launches) for _ in range(50))
@@ -173,9 +170,17 @@ def columns(num_pages: int, out_features: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(num_pages, PAGE_RANK, out_features).to(dtype)
 
 
-def one_adapter_per_row(num_rows: int) -> Segments:
-    rows, starts = torch.arange(num_rows, dtype=torch.int32), torch.arange(num_rows + 1, dtype=torch.int32)
-    return Segments(rows, starts, rows, starts)
+def even_segments(num_rows: int, num_adapters: int, num_pages: int = 1) -> Segments:
+    """Adjacent rows in equal shares to adapters of `num_pages` pages each."""
+
+    def count_to(last: int, step: int = 1) -> Tensor:
+        return torch.arange(0, last, step, dtype=torch.int32)
+
+    total = num_adapters * num_pages
+    return Segments(
+        count_to(num_rows), count_to(num_rows + 1, num_rows // num_adapters),
+        count_to(total), count_to(total + 1, num_pages),
+    )  # fmt: skip
 
 
 def compiled_read_loop() -> Callable[[int, int, int], float]:
@@ -185,7 +190,7 @@ def compiled_read_loop() -> Callable[[int, int, int], float]:
         source.write_text(READ_LOOP)
         flags = ["-O3", "-march=native", "-ffast-math", "-fopenmp", "-fPIC", "-c"]
         subprocess.run(["gcc", *flags, source, "-o", source.with_suffix(".o")], check=True)
-        # Linked without an OpenMP runtime, like the kernels: torch's serves both.
+        # Linked without an OpenMP runtime: torch's serves.
         subprocess.run(["gcc", "-shared", source.with_suffix(".o"), "-o", built], check=True)
         function = ctypes.CDLL(str(built)).read_all
     function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]

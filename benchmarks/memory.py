@@ -11,9 +11,12 @@ from typing import Any
 
 import aiohttp
 import psutil
+import torch
 
 from benchmarks.harness import MODEL, Row, report
 from benchmarks.server import serving
+from ray_lora.adapter import PAGE_RANK
+from ray_lora.architecture import read_architecture
 
 NUM_REQUESTS, WARM_UP, CONCURRENCY = 5000, 1000, 32
 KV_BYTES = 1 << 28
@@ -76,7 +79,9 @@ def measure(tp_size: int) -> list[Row]:
         before = resident_bytes()
         asyncio.run(requests(url, NUM_REQUESTS - WARM_UP, seed=1))
         after = resident_bytes()
-    page_bytes = 30 * 16 * 10176 * 4
+    arch = read_architecture(MODEL)
+    rank_elements = sum(projection.in_features + projection.out_features for projection in arch.projections)
+    page_bytes = arch.num_layers * PAGE_RANK * rank_elements * torch.float32.itemsize
     configured = (weights + NUM_PAGES * page_bytes) // tp_size + KV_BYTES
     rows = []
     for name, size in sorted(after.items()):
