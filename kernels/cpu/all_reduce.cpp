@@ -11,6 +11,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "threads.h"
+
 #define RL_API extern "C" __attribute__((visibility("default")))
 
 namespace {
@@ -18,19 +20,11 @@ namespace {
 constexpr int64_t kLine = 64;
 constexpr int kSpins = 2000;   // some microseconds; then others may have the core
 
-void pause() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#endif
-}
-
 bool wait_for(const std::atomic<uint64_t>& flag, uint64_t round, double timeout_s) {
-  for (int i = 0; i < kSpins; i++) {
-    if (flag.load(std::memory_order_acquire) >= round) return true;
-    pause();
-  }
+  const auto has_come = [&] { return flag.load(std::memory_order_acquire) >= round; };
+  if (ray_lora::spin(kSpins, has_come)) return true;
   const auto begin = std::chrono::steady_clock::now();
-  while (flag.load(std::memory_order_acquire) < round) {
+  while (!has_come()) {
     sched_yield();
     const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - begin;
     if (waited.count() > timeout_s) return false;

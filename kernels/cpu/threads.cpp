@@ -19,20 +19,9 @@ namespace {
 constexpr int kMostThreads = 255;
 constexpr int kSpins = 500;   // some microseconds: about what lies between two launches of a step
 
-// Returns whether `done` came true while spinning.
-template <class Done>
-bool spin(const Done& done) {
-  for (int i = 0; i < kSpins; i++) {
-    if (done()) return true;
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#endif
-  }
-  return false;
-}
 template <class Done>
 void spin_or_yield(const Done& done) {
-  if (!spin(done))
+  if (!spin(kSpins, done))
     while (!done()) sched_yield();
 }
 
@@ -80,7 +69,7 @@ class Team {
   void work(int index, uint64_t seen) {
     for (;;) {
       const auto has_job = [&] { return job_.load() != seen; };
-      if (!spin(has_job)) {
+      if (!spin(kSpins, has_job)) {
         std::unique_lock<std::mutex> lock(sleep_);
         sleepers_.fetch_add(1);
         wake_.wait(lock, has_job);

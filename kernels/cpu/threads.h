@@ -17,6 +17,18 @@ void wait_for_all();
 enum Scratch { kPlan, kShared, kLocal, kNumScratch };
 void* scratch(Scratch which, size_t bytes);
 
+// Asks `done` up to `times` times without giving up the core; whether it came true.
+template <class Done>
+bool spin(int times, const Done& done) {
+  for (int i = 0; i < times; i++) {
+    if (done()) return true;
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+  }
+  return false;
+}
+
 template <class Body>
 void parallel(int threads, Body body) {
   if (threads <= 1) return body();
