@@ -22,6 +22,12 @@ import triton.language as tl
 PAGE_RANK = tl.constexpr(16)
 
 
+@triton.jit
+def _read_tile(tile):
+    """Its rows and its entries of `pages`, each as start and stop."""
+    return tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
+
+
 @triton.jit(do_not_specialize=["num_slices", "num_work"])
 def add_lora_decode(
     y, x, pool_a, pool_b, slices, rows, tiles, pages, stride_y, stride_x, K, N, num_slices, num_work,
@@ -38,10 +44,8 @@ def add_lora_decode(
     entry = tl.arange(0, MAX_ROWS * MAX_PAGES)
     tile_row = tl.arange(0, MAX_ROWS)
     for work in range(tl.program_id(0), num_work, tl.num_programs(0)):
-        tile = tiles + work // num_slices * 4
-        row_start, row_stop = tl.load(tile), tl.load(tile + 1)
-        page_start, page_stop = tl.load(tile + 2), tl.load(tile + 3)
         part = work % num_slices
+        row_start, row_stop, page_start, page_stop = _read_tile(tiles + work // num_slices * 4)
         n_start, n_stop = tl.load(slices + part), tl.load(slices + part + 1)
 
         s = tl.zeros((MAX_ROWS * MAX_PAGES, PAGE_RANK), tl.float32)
@@ -137,10 +141,8 @@ def add_lora_prefill(
     rank, row = tl.arange(0, PAGE_RANK), tl.arange(0, MAX_ROWS)
     slot = tl.arange(0, MAX_PAGES)
     for work in range(tl.program_id(0), num_work, tl.num_programs(0)):
-        tile = tiles + work // num_slices * 4
-        row_start, row_stop = tl.load(tile), tl.load(tile + 1)
-        page_start, page_stop = tl.load(tile + 2), tl.load(tile + 3)
         part = work % num_slices
+        row_start, row_stop, page_start, page_stop = _read_tile(tiles + work // num_slices * 4)
         n_start, n_stop = tl.load(slices + part), tl.load(slices + part + 1)
         x_rows = x + row_start.to(tl.int64) * stride_x
         y_rows = y + row_start.to(tl.int64) * stride_y
