@@ -7,13 +7,17 @@ class Commands(click.Group):
     """Imports a command when it is asked for: one needs Ray, the other torch, and each takes seconds."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return ["adapter", "serve"]
+        return ["adapter", "key", "serve"]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name == "adapter":
             from ray_lora.adapters.adapter_commands import adapter_group
 
             return adapter_group
+        if cmd_name == "key":
+            from ray_lora.serve.key_commands import key_group
+
+            return key_group
         if cmd_name == "serve":
             from ray_lora.serve.cli import serve_command
 

@@ -1,6 +1,7 @@
 """The configuration of a replica: one frozen object, vLLM's names, unknown keys refused with the nearest known one."""
 
 import difflib
+import json
 import os
 from pathlib import Path
 from typing import Any, Literal
@@ -9,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from ray_lora.adapter import PAGE_RANK, num_pages
 from ray_lora.errors import ConfigError
+from ray_lora.tenant import ApiKey, Limits, hash_key
 
 MAX_RANK = 512
 MAX_FETCHES = 4
@@ -83,6 +85,25 @@ class EngineConfig(BaseModel):
     `adapter_store_dir` on a volume."""
     adapter_load_timeout_s: float = Field(60.0, gt=0)
     """Longest wait of a rank for the others while an adapter is staged."""
+    allow_runtime_lora_updating: bool = Field(default_factory=lambda: _environment_allows_runtime_lora_updating())
+    """Whether adapters may be loaded, replaced and unloaded over HTTP; by default what vLLM's environment variable
+    VLLM_ALLOW_RUNTIME_LORA_UPDATING says, and otherwise not."""
+
+    api_keys: tuple[ApiKey, ...] = Field(default_factory=lambda: _environment_api_keys(), validate_default=True)
+    """Whoever calls over HTTP must have one of these or of `api_keys_file`, if there are any. By default those of
+    RAY_LORA_API_KEYS, a list as in the file, in JSON; and the key in vLLM's VLLM_API_KEY, which may do everything."""
+    api_keys_file: str | None = None
+    """YAML or JSON, a list of what `ray-lora key new` prints; read again whenever it changes."""
+    allow_unauthenticated: bool = False
+    """Serve other machines without any keys; otherwise a server without keys starts on loopback only."""
+    adapter_limits: dict[str, Limits] = {}
+    """By adapter; `*` is each one that is not named, and the base model's name is the base model."""
+    max_queued_requests: int | None = Field(1024, ge=1)
+    """Completions that may be without their first token, all callers together; more are refused at once, with 503."""
+    queue_timeout_s: float | None = Field(None, gt=0)
+    """A request that has not begun to run by then is refused, with 503; by default it waits."""
+    request_timeout_s: float | None = Field(None, gt=0)
+    """A request that has not ended by then, counted from its arrival, is aborted, with 504."""
 
     tensor_parallel_size: int = Field(1, ge=1)
     distributed_executor_backend: Literal["auto", "local", "ray"] = "auto"
@@ -119,6 +140,9 @@ class EngineConfig(BaseModel):
                 f"max_lora_pages {self.max_lora_pages} cannot hold one adapter of max_lora_rank {self.max_lora_rank} "
                 f"({num_pages(self.max_lora_rank)} pages of {PAGE_RANK})"
             )
+        queue_s, request_s = self.queue_timeout_s, self.request_timeout_s
+        if queue_s is not None and request_s is not None and queue_s > request_s:
+            raise ValueError(f"queue_timeout_s {queue_s} is more than request_timeout_s {request_s}")
         return self
 
     @classmethod
@@ -136,10 +160,7 @@ class EngineConfig(BaseModel):
         try:
             return cls.model_validate(args)
         except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"])
-            message = first["msg"].removeprefix("Value error, ")
-            raise ConfigError(f"{where}: {message}" if where else message) from None
+            raise ConfigError(first_fault(error)) from None
 
     @property
     def model_path(self) -> Path:
@@ -148,6 +169,11 @@ class EngineConfig(BaseModel):
     @property
     def base_model_name(self) -> str:
         return self.served_model_name or self.model_path.name
+
+    @property
+    def needs_api_key(self) -> bool:
+        """Whether a caller over HTTP does, even if the file has none yet."""
+        return bool(self.api_keys) or self.api_keys_file is not None
 
     @property
     def num_lora_pages(self) -> int:
@@ -169,6 +195,30 @@ class EngineConfig(BaseModel):
     def num_rank_threads(self) -> int:
         usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         return self.num_threads or max(1, usable // self.tensor_parallel_size)
+
+
+def first_fault(error: ValidationError) -> str:
+    """One line that names the key at fault."""
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"])
+    message = first["msg"].removeprefix("Value error, ")
+    return f"{where}: {message}" if where else message
+
+
+def _environment_allows_runtime_lora_updating() -> bool:
+    return os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "").strip().lower() in ("1", "true")
+
+
+def _environment_api_keys() -> list[Any]:
+    try:
+        keys = json.loads(os.environ.get("RAY_LORA_API_KEYS") or "[]")
+    except ValueError as error:
+        raise ConfigError(f"RAY_LORA_API_KEYS is not valid JSON: {error}") from None
+    if not isinstance(keys, list):
+        raise ConfigError("RAY_LORA_API_KEYS is not a list of keys")
+    if key := os.environ.get("VLLM_API_KEY"):
+        keys.append({"name": "VLLM_API_KEY", "sha256": hash_key(key), "may_load": True})
+    return keys
 
 
 def _parse_lora_module(item: Any) -> Any:

@@ -7,7 +7,12 @@ RayLoraError
 │   ├── AdapterExistsError    the name is taken
 │   └── VersionConflictError  the name points to another version than the caller expects
 ├── NotFoundError             no such model or adapter
+├── AuthenticationError       no API key, or one that is not known
+├── PermissionDeniedError     the caller is known and may not do this
 ├── CapacityError             no room now; the same call may succeed later
+│   ├── RateLimitError        the caller's API key or its adapter is at one of its limits
+│   └── OverloadedError       the server has more to do than it can
+├── RequestTimeoutError       a request ran for too long and was aborted
 ├── AdapterStagingError       a rank could not take an adapter; no rank keeps it
 ├── NumericsError             the model produced a value that is not a number
 └── EngineDeadError           a rank or the engine is gone
@@ -15,6 +20,8 @@ RayLoraError
 `serve/http_errors.py` alone knows which HTTP status each one becomes.
 Every constructor hands all of its arguments to `super().__init__`, because exceptions cross actors pickled.
 """
+
+from typing import Literal
 
 
 class RayLoraError(Exception):
@@ -66,6 +73,14 @@ class NotFoundError(RayLoraError):
         self.param = param
 
 
+class AuthenticationError(RayLoraError):
+    """The caller has no API key, or one that is not known."""
+
+
+class PermissionDeniedError(RayLoraError):
+    """The caller may not do this; the message says what would have to be so."""
+
+
 class CapacityError(RayLoraError):
     """No room at the moment.
 
@@ -77,6 +92,31 @@ class CapacityError(RayLoraError):
     def __init__(self, message: str, retry_after: float | None = None) -> None:
         super().__init__(message, retry_after)
         self.retry_after = retry_after
+
+
+class RateLimitError(CapacityError):
+    """An API key or an adapter is at one of its limits.
+
+    Args:
+        message: whose limit, and which.
+        retry_after: as in `CapacityError`.
+        kind: what there were too many of.
+    """
+
+    def __init__(
+        self, message: str, retry_after: float | None = None, kind: Literal["requests", "tokens"] = "requests"
+    ) -> None:
+        RayLoraError.__init__(self, message, retry_after, kind)
+        self.retry_after = retry_after
+        self.kind = kind
+
+
+class OverloadedError(CapacityError):
+    """The server has more to do than it can; whoever asked is not to blame."""
+
+
+class RequestTimeoutError(RayLoraError):
+    """A request ran for longer than the server lets it, and was aborted."""
 
 
 class AdapterStagingError(RayLoraError):

@@ -11,6 +11,7 @@ from ray_lora.adapter import AdapterInfo
 from ray_lora.config import EngineConfig
 from ray_lora.engine.adapter_loader import AdapterLoader
 from ray_lora.engine.completion import RequestGroup, Tokenizer
+from ray_lora.engine.deadlines import Deadlines
 from ray_lora.engine.engine_core import EngineCore, Event
 from ray_lora.engine.executor import Executor
 from ray_lora.errors import EngineDeadError, RayLoraError
@@ -51,6 +52,7 @@ class AsyncEngine:
 
         Raises:
             InvalidRequestError, NotFoundError: the request cannot be served; `param` names the field.
+            OverloadedError, RequestTimeoutError: it waited or ran for too long.
             NumericsError: the model's output for this request is not finite.
             EngineDeadError: a rank is gone.
         """
@@ -58,12 +60,15 @@ class AsyncEngine:
         adding: asyncio.Future[RequestGroup | None] | None = None
         group: RequestGroup | None = None
         num_unfinished = request.sampling_params.n
+        deadlines = Deadlines(self.config)
         try:
-            while group is None:
-                if request.adapter is not None:
-                    await self._loader.make_ready(request.adapter)
-                adding = asyncio.ensure_future(self._call(lambda: self._add(request, stream)))
-                group = await asyncio.shield(adding)
+            async with deadlines.while_waiting():
+                while group is None:
+                    if request.adapter is not None:
+                        await self._loader.make_ready(request.adapter)
+                    adding = asyncio.ensure_future(self._call(lambda: self._add(request, stream)))
+                    group = await asyncio.shield(adding)
+            deadlines.watch(group, stream)
             while num_unfinished:
                 item = await stream.get()
                 if isinstance(item, RayLoraError):
@@ -71,6 +76,7 @@ class AsyncEngine:
                 num_unfinished -= sum(delta.finish_reason is not None for delta in item.outputs)
                 yield item
         finally:
+            deadlines.close()
             if group is None:
                 if adding is not None:
                     adding.add_done_callback(self._cancel_added)

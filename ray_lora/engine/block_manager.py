@@ -1,15 +1,20 @@
 """Which KV blocks are free, held and cached. Holds ids, decides, and never sees a tensor."""
 
 import hashlib
+import json
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 
-def root_key(adapter_version: str | None) -> bytes:
-    """Start of a chain of block keys: KV depends on the exact weights, so on the adapter's version and not its name."""
-    tag = b"base" if adapter_version is None else b"adapter:" + adapter_version.encode()
-    return hashlib.sha256(tag).digest()
+def root_key(adapter_version: str | None, tenant: str = "", cache_salt: str | None = None) -> bytes:
+    """Start of a chain of block keys.
+
+    KV depends on the exact weights, so on the adapter's version and not its name. Tenants and salts have chains of
+    their own, so that nobody learns from the time to a first token what others have asked. As a list in JSON, no value
+    of one can be taken for a value of another.
+    """
+    return hashlib.sha256(json.dumps([adapter_version, tenant, cache_salt]).encode()).digest()
 
 
 def block_key(parent: bytes, token_ids: Sequence[int]) -> bytes:

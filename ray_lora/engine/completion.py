@@ -64,6 +64,11 @@ class RequestGroup:
         self._told_prompt = False
 
     @property
+    def started(self) -> bool:
+        """Whether any of it has been in a step. Safe to call from another thread than the engine's."""
+        return any(completion.sequence.started for completion in self.completions)
+
+    @property
     def finished(self) -> bool:
         return all(completion.sequence.finish_reason is not None for completion in self.completions)
 

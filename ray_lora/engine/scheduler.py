@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from ray_lora.engine.adapter_manager import AdapterManager
-from ray_lora.engine.block_manager import BlockManager, block_key, root_key
+from ray_lora.engine.block_manager import BlockManager, block_key
 from ray_lora.engine.sequence_state import SequenceState
 from ray_lora.request import FinishReason
 from ray_lora.step import AdapterPlan, SampledToken, SequencePlan, SequenceStart, StepPlan, StepResult
@@ -175,7 +175,7 @@ class Scheduler:
     def _find_cached(self, sequence: SequenceState) -> tuple[list[int], list[bytes]]:
         if sequence.sampling_params.prompt_logprobs is not None:
             return [], []
-        return self.blocks.find_cached(root_key(sequence.adapter_version), sequence.token_ids)
+        return self.blocks.find_cached(sequence.root_key, sequence.token_ids)
 
     def _admit(self, sequence: SequenceState, block_ids: list[int], keys: list[bytes], num_cached: int) -> None:
         sequence.block_ids, sequence.block_keys, sequence.num_computed_tokens = block_ids, keys, num_cached
@@ -225,7 +225,7 @@ class Scheduler:
         """Let others find the blocks that are now full."""
         size = self.blocks.block_size
         for index in range(len(sequence.block_keys), sequence.num_computed_tokens // size):
-            parent = sequence.block_keys[-1] if sequence.block_keys else root_key(sequence.adapter_version)
+            parent = sequence.block_keys[-1] if sequence.block_keys else sequence.root_key
             key = block_key(parent, sequence.token_ids[index * size : (index + 1) * size])
             sequence.block_keys.append(key)
             self.blocks.seal(sequence.block_ids[index], key)

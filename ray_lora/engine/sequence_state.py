@@ -1,6 +1,7 @@
 """One completion on its way through the scheduler."""
 
 from ray_lora.engine.adapter_manager import Version
+from ray_lora.engine.block_manager import root_key
 from ray_lora.request import FinishReason, SamplingParams
 from ray_lora.step import TokenLogprobs
 
@@ -23,6 +24,7 @@ class SequenceState:
         "num_prompt_tokens",
         "prompt_logprobs",
         "request_id",
+        "root_key",
         "sampling_params",
         "seed",
         "started",
@@ -39,6 +41,8 @@ class SequenceState:
         seed: int,
         stop_token_ids: tuple[int, ...],
         adapter: Version | None,
+        tenant: str = "",
+        cache_salt: str | None = None,
     ) -> None:
         self.request_id = request_id
         self.token_ids = list(prompt_token_ids)
@@ -47,6 +51,8 @@ class SequenceState:
         self.seed = seed
         self.stop_token_ids = stop_token_ids
         self.adapter = adapter
+        self.root_key = root_key(self.adapter_version, tenant, cache_salt)
+        """Start of its chain of block keys."""
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
         self.block_ids: list[int] = []

@@ -2,10 +2,11 @@
 
 from dataclasses import asdict
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from ray_lora.errors import InvalidRequestError, NotFoundError, VersionConflictError
+from ray_lora.serve.access import tenant_of
 from ray_lora.serve.http_errors import error_response
 from ray_lora.serve.openai_types import LoadLoraRequest, UnloadLoraRequest
 from ray_lora.serve.request_body import parse_body
@@ -16,7 +17,7 @@ VERSION_HEADER = "x-adapter-version"
 """Tells which version served a request, or was loaded."""
 
 
-def add_adapter_routes(app: FastAPI, served: ServedModel) -> None:
+def add_adapter_routes(app: APIRouter, served: ServedModel) -> None:
     @app.post("/v1/load_lora_adapter")
     async def load_lora_adapter(request: Request) -> Response:
         try:
@@ -49,13 +50,13 @@ def add_adapter_routes(app: FastAPI, served: ServedModel) -> None:
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     @app.get("/v1/adapters")
-    async def list_adapters() -> Response:
-        adapters = await served.client.list_adapters()
+    async def list_adapters(request: Request) -> Response:
+        adapters = await served.list_adapters(tenant_of(request))
         return JSONResponse({"object": "list", "data": [asdict(info) for info in adapters]})
 
     @app.get("/v1/adapters/{name}")
-    async def get_adapter(name: str) -> Response:
-        for info in await served.client.list_adapters():
+    async def get_adapter(name: str, request: Request) -> Response:
+        for info in await served.list_adapters(tenant_of(request)):
             if info.name == name:
                 return JSONResponse(asdict(info))
         raise NotFoundError(f"The lora adapter '{name}' cannot be found.", "name")

@@ -2,15 +2,17 @@
 
 from typing import Any
 
+import ray
 from ray import serve
 from ray.serve import Application, Deployment
+from ray.serve.context import _get_global_client
 from ray.serve.exceptions import RayServeException
 
 from ray_lora.config import EngineConfig
 from ray_lora.errors import ConfigError
 from ray_lora.serve.ingress import Ingress
 from ray_lora.serve.replica import EngineStarter, LLMReplica
-from ray_lora.serve.startup_checks import check_files, is_single_node, resolve_paths
+from ray_lora.serve.startup_checks import check_exposure, check_files, is_single_node, resolve_paths
 from ray_lora.serve.startup_failure import end_serve_run
 
 MAX_ONGOING_REQUESTS = 10_000
@@ -41,6 +43,7 @@ def build_app(args: dict[str, Any]) -> Application:
     """
     try:
         config = resolve_paths(EngineConfig.parse(args))
+        check_exposure(config, _http_host())
         if is_single_node():
             check_files(config)
     except ConfigError as error:
@@ -59,3 +62,10 @@ def bind_app(config: EngineConfig, start: EngineStarter | None = None) -> Applic
     num_cpus = 0 if config.uses_ray else 1
     replicas = REPLICA.options(ray_actor_options={"num_cpus": num_cpus}).bind(config, start)
     return INGRESS.bind(config, replicas)
+
+
+def _http_host() -> str | None:
+    """What Serve listens on; None if it does not run yet, or has no HTTP."""
+    client = _get_global_client(raise_if_no_controller_running=False) if ray.is_initialized() else None
+    host: str | None = None if client is None else client.http_config.host
+    return host

@@ -17,7 +17,7 @@ from ray.serve.scripts import run as serve_run
 
 from ray_lora.config import EngineConfig
 from ray_lora.errors import ConfigError
-from ray_lora.serve.startup_checks import check_files, resolve_paths
+from ray_lora.serve.startup_checks import check_exposure, check_files, resolve_paths
 
 POLL_S = 0.5
 
@@ -49,9 +49,10 @@ def check(config_file: Path) -> tuple[EngineConfig, str, int]:
     except (yaml.YAMLError, KeyError, IndexError, TypeError):
         raise ConfigError("not a Serve config file with applications and args") from None
     config = resolve_paths(EngineConfig.parse(args))
-    check_files(config)
     options = content.get("http_options") or {}
     host, port = options.get("host", "127.0.0.1"), options.get("port", 8000)
+    check_exposure(config, host)
+    check_files(config)
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -74,8 +75,10 @@ def _announce(config: EngineConfig, url: str) -> None:
             break
     names = [config.base_model_name, *(module.name for module in config.lora_modules)]
     body = f'{{"model": "{names[-1]}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
-    click.echo(f"\nServing {', '.join(names)} at {url}\nTry:\n")
-    click.echo(f"  curl -s {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'\n")
+    click.echo(f"\nServing {', '.join(names)} at {url}")
+    click.echo("Whoever calls needs an API key." if config.needs_api_key else "No API keys: whoever calls is served.")
+    key = " -H 'Authorization: Bearer KEY'" if config.needs_api_key else ""
+    click.echo(f"Try:\n\n  curl -s {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'\n")
 
 
 def _reason(message: str) -> str:

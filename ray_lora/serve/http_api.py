@@ -3,13 +3,15 @@
 import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, Request
 from pydantic import BaseModel
 from starlette.responses import JSONResponse, Response
 
 from ray_lora.errors import EngineDeadError, RayLoraError
+from ray_lora.serve.access import AdapterChanges, Authentication, tenant_of
 from ray_lora.serve.adapter_routes import VERSION_HEADER, add_adapter_routes
 from ray_lora.serve.http_errors import body_of, error_body, install_error_handlers, model_not_found
 from ray_lora.serve.openai_answers import AnswerHead, chat_answer, completion_answer
@@ -30,10 +32,13 @@ def build_api(served: ServedModel) -> FastAPI:
     """The whole application for one model."""
     app = FastAPI(title="ray_lora", openapi_url="/openapi.json", redoc_url=None)
     app.router.redirect_slashes = False
+    app.add_middleware(Authentication, keys=served.keys)
     install_error_handlers(app)
     _add_generation_routes(app, served)
     _add_model_routes(app, served)
-    add_adapter_routes(app, served)
+    adapters = APIRouter(dependencies=[Depends(AdapterChanges(served.config.allow_runtime_lora_updating))])
+    add_adapter_routes(adapters, served)
+    app.include_router(adapters)
     return app
 
 
@@ -42,13 +47,15 @@ def _add_generation_routes(app: FastAPI, served: ServedModel) -> None:
     async def chat_completions(request: Request) -> Response:
         body = parse_body(ChatCompletionRequest, await request.body())
         head = _head("chatcmpl", request, body, served)
-        requests = [served.chat_request(body, head.id)]
+        tenant = tenant_of(request)
+        generate = partial(served.generate, tenant)
+        requests = [served.chat_request(body, head.id, tenant)]
         translate = _translator(body, "messages")
         if body.stream:
             writer = ChatWriter(head, body, served.tokenizer)
-            return await _stream(writer, stream_requests(served.client, requests), translate)
+            return await _stream(writer, stream_requests(generate, requests), translate)
         try:
-            (output,) = await gather_requests(served.client, requests, [None])
+            (output,) = await gather_requests(generate, requests, [None])
         except RayLoraError as error:
             raise translate(error) from error
         answer = chat_answer(head, body, output, served.tokenizer)
@@ -58,13 +65,15 @@ def _add_generation_routes(app: FastAPI, served: ServedModel) -> None:
     async def completions(request: Request) -> Response:
         body = parse_body(CompletionRequest, await request.body())
         head = _head("cmpl", request, body, served)
-        requests, echoes = served.completion_requests(body, head.id)
+        tenant = tenant_of(request)
+        generate = partial(served.generate, tenant)
+        requests, echoes = served.completion_requests(body, head.id, tenant)
         translate = _translator(body, "prompt")
         if body.stream:
             writer = CompletionWriter(head, body, echoes, served.tokenizer)
-            return await _stream(writer, stream_requests(served.client, requests), translate)
+            return await _stream(writer, stream_requests(generate, requests), translate)
         try:
-            outputs = await gather_requests(served.client, requests, echoes)
+            outputs = await gather_requests(generate, requests, echoes)
         except RayLoraError as error:
             raise translate(error) from error
         answer = completion_answer(head, body, outputs, echoes, served.tokenizer)
@@ -72,23 +81,25 @@ def _add_generation_routes(app: FastAPI, served: ServedModel) -> None:
 
     @app.post("/tokenize", openapi_extra=body_schema(TokenizeRequest))
     async def tokenize(request: Request) -> Response:
-        return JSONResponse(await served.tokenize(parse_body(TokenizeRequest, await request.body())))
+        body = parse_body(TokenizeRequest, await request.body())
+        return JSONResponse(await served.tokenize(body, tenant_of(request)))
 
     @app.post("/detokenize", openapi_extra=body_schema(DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
         body = parse_body(DetokenizeRequest, await request.body())
-        return JSONResponse({"prompt": await served.detokenize(body.model, body.tokens)})
+        return JSONResponse({"prompt": await served.detokenize(body.model, body.tokens, tenant_of(request))})
 
 
 def _add_model_routes(app: FastAPI, served: ServedModel) -> None:
     @app.get("/v1/models")
-    async def models() -> Response:
-        return JSONResponse({"object": "list", "data": await served.cards()})
+    async def models(request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": await served.cards(tenant_of(request))})
 
     @app.get("/v1/models/{model:path}")
-    async def model(model: str) -> Response:
-        name = served.adapter_of(model) or served.base
-        for card in await served.cards():
+    async def model(model: str, request: Request) -> Response:
+        tenant = tenant_of(request)
+        name = served.adapter_of(model, tenant) or served.base
+        for card in await served.cards(tenant):
             if card["id"] == name:
                 return JSONResponse(card)
         raise model_not_found(model)

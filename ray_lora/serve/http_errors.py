@@ -9,13 +9,18 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from ray_lora.errors import (
+    AuthenticationError,
     CapacityError,
     ConfigError,
     EngineDeadError,
     InvalidRequestError,
     NotFoundError,
     NumericsError,
+    OverloadedError,
+    PermissionDeniedError,
+    RateLimitError,
     RayLoraError,
+    RequestTimeoutError,
     VersionConflictError,
 )
 
@@ -23,7 +28,11 @@ STATUS: dict[type[RayLoraError], int] = {
     InvalidRequestError: 400,
     VersionConflictError: 409,
     NotFoundError: 404,
+    AuthenticationError: 401,
+    PermissionDeniedError: 403,
     CapacityError: 429,
+    OverloadedError: 503,
+    RequestTimeoutError: 504,
     NumericsError: 500,
     ConfigError: 500,
     EngineDeadError: 503,
@@ -33,6 +42,8 @@ STATUS: dict[type[RayLoraError], int] = {
 
 TYPE = {
     400: "BadRequestError",
+    401: "invalid_request_error",
+    403: "PermissionDeniedError",
     404: "NotFoundError",
     409: "ConflictError",
     405: "MethodNotAllowedError",
@@ -40,7 +51,14 @@ TYPE = {
     429: "TooManyRequestsError",
     500: "InternalServerError",
     503: "ServiceUnavailableError",
+    504: "GatewayTimeoutError",
 }
+
+CODE: dict[type[RayLoraError], str] = {
+    AuthenticationError: "invalid_api_key",
+    RateLimitError: "rate_limit_exceeded",
+}
+"""OpenAI's word for what clients look for by `code`; it is the status, as vLLM's, for all others."""
 
 DEFAULT_RETRY_AFTER_S = 1.0
 
@@ -49,25 +67,28 @@ def status_of(error: RayLoraError) -> int:
     return next(STATUS[kind] for kind in type(error).__mro__ if kind in STATUS)
 
 
-def error_body(status: int, message: str, param: str | None = None, kind: str | None = None) -> dict[str, Any]:
-    """OpenAI's error object, with vLLM's `code`."""
+def error_body(
+    status: int, message: str, param: str | None = None, kind: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    """OpenAI's error object, with vLLM's `code` if there is none of OpenAI's."""
     kind = kind or TYPE.get(status, "BadRequestError" if status < 500 else "InternalServerError")
-    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+    return {"error": {"message": message, "type": kind, "param": param, "code": code or status}}
 
 
-def body_of(error: RayLoraError) -> dict[str, Any]:
+def body_of(error: RayLoraError, kind: str | None = None) -> dict[str, Any]:
     """The error object of one of ours, also for the middle of a stream."""
-    return error_body(status_of(error), str(error), getattr(error, "param", None))
+    kind = error.kind if isinstance(error, RateLimitError) else kind
+    return error_body(status_of(error), str(error), getattr(error, "param", None), kind, CODE.get(type(error)))
 
 
 def error_response(error: RayLoraError, kind: str | None = None) -> JSONResponse:
     """The answer to a request that failed before anything was sent."""
-    status = status_of(error)
-    body = error_body(status, str(error), getattr(error, "param", None), kind)
     headers: Mapping[str, str] | None = None
     if isinstance(error, CapacityError):
         headers = {"Retry-After": str(math.ceil(error.retry_after or DEFAULT_RETRY_AFTER_S))}
-    return JSONResponse(body, status, headers)
+    elif isinstance(error, AuthenticationError):
+        headers = {"WWW-Authenticate": "Bearer"}
+    return JSONResponse(body_of(error, kind), status_of(error), headers)
 
 
 def model_not_found(model: str) -> NotFoundError:

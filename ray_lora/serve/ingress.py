@@ -6,6 +6,7 @@ async for chunk in handle.options(stream=True).generate.remote(request): ...    
 await handle.load_adapter.remote("legal", "/adapters/legal")
 """
 
+import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
@@ -24,6 +25,9 @@ from ray_lora.serve.replica_client import ReplicaClient
 from ray_lora.serve.served_model import ServedModel, make_request_id
 from ray_lora.serve.tokenizer import Tokenizer
 from ray_lora.serve.tokenizer_loader import load_tokenizer
+from ray_lora.tenant import ANYONE
+
+logger = logging.getLogger("ray.serve")
 
 
 class Ingress:
@@ -35,6 +39,8 @@ class Ingress:
         if isinstance(tokenizer, Tokenizer):
             _ = tokenizer.chat_template  # now rather than with the first chat, because it takes a second
         self._served = ServedModel(config, tokenizer, self._client)
+        if not config.needs_api_key:
+            logger.warning("no API keys are configured: whoever reaches this server may use it")
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return build_api(self._served)
@@ -44,6 +50,7 @@ class Ingress:
 
         Raises:
             InvalidRequestError, NotFoundError: the request cannot be served; `param` names the field.
+            CapacityError: not now; the adapter's limits hold for handles as well.
             NumericsError, EngineDeadError: it failed on the way.
         """
         wants_stream = is_streaming_call()
@@ -52,7 +59,7 @@ class Ingress:
             request = replace(request, prompt=self._served.tokenizer.encode(text))
         if not request.request_id:
             request = replace(request, request_id=make_request_id("gen", None))
-        chunks = self._client.generate(request)
+        chunks = self._served.generate(ANYONE, request)
         if wants_stream:
             return paced(chunks)
         output = RequestOutput(request.request_id, text, adapter=request.adapter, n=request.sampling_params.n)

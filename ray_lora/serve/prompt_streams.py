@@ -1,25 +1,25 @@
 """Several requests at once, as one stream: the prompts of a completion."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
 from ray_lora.request import GenerateChunk, GenerateRequest, RequestOutput
-from ray_lora.serve.engine_client import EngineClient
 
+Generate = Callable[[GenerateRequest], AsyncGenerator[GenerateChunk, None]]
 Numbered = tuple[int, GenerateChunk]
 """A chunk, and the index of its request."""
 
 
-async def stream_requests(client: EngineClient, requests: Sequence[GenerateRequest]) -> AsyncGenerator[Numbered, None]:
+async def stream_requests(generate: Generate, requests: Sequence[GenerateRequest]) -> AsyncGenerator[Numbered, None]:
     """Every request's chunks as they come. If one fails, or the stream is closed, all are cancelled."""
     if len(requests) == 1:
-        async with aclosing(client.generate(requests[0])) as chunks:
+        async with aclosing(generate(requests[0])) as chunks:
             async for chunk in chunks:
                 yield 0, chunk
         return
     queue: asyncio.Queue[Numbered | BaseException | None] = asyncio.Queue()
-    tasks = [asyncio.create_task(_pump(client, request, index, queue)) for index, request in enumerate(requests)]
+    tasks = [asyncio.create_task(_pump(generate, request, index, queue)) for index, request in enumerate(requests)]
     try:
         num_running = len(tasks)
         while num_running:
@@ -37,27 +37,27 @@ async def stream_requests(client: EngineClient, requests: Sequence[GenerateReque
 
 
 async def gather_requests(
-    client: EngineClient, requests: Sequence[GenerateRequest], texts: Sequence[str | None]
+    generate: Generate, requests: Sequence[GenerateRequest], texts: Sequence[str | None]
 ) -> list[RequestOutput]:
     """Every request's whole output, in their order."""
     outputs = [
         RequestOutput(request.request_id, text, adapter=request.adapter, n=request.sampling_params.n)
         for request, text in zip(requests, texts, strict=True)
     ]
-    async with aclosing(stream_requests(client, requests)) as chunks:
+    async with aclosing(stream_requests(generate, requests)) as chunks:
         async for index, chunk in chunks:
             outputs[index].append(chunk)
     return outputs
 
 
 async def _pump(
-    client: EngineClient,
+    generate: Generate,
     request: GenerateRequest,
     index: int,
     queue: "asyncio.Queue[Numbered | BaseException | None]",
 ) -> None:
     try:
-        async with aclosing(client.generate(request)) as chunks:
+        async with aclosing(generate(request)) as chunks:
             async for chunk in chunks:
                 queue.put_nowait((index, chunk))
     except Exception as error:

@@ -2,29 +2,40 @@
 
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
+from ray_lora.adapter import AdapterInfo
 from ray_lora.config import EngineConfig
 from ray_lora.errors import InvalidRequestError, NotFoundError, RayLoraError
-from ray_lora.request import GenerateRequest
+from ray_lora.request import GenerateChunk, GenerateRequest
+from ray_lora.serve.admission import Admission
 from ray_lora.serve.engine_client import EngineClient
 from ray_lora.serve.http_errors import model_not_found
+from ray_lora.serve.key_ring import KeyRing
 from ray_lora.serve.no_tokenizer import NoTokenizer
 from ray_lora.serve.openai_answers import model_cards
 from ray_lora.serve.openai_types import ChatCompletionRequest, CompletionRequest, TokenizeRequest
 from ray_lora.serve.tokenizer import Tokenizer
 from ray_lora.step import ModelInfo
+from ray_lora.tenant import Tenant
 
 
 class ServedModel:
-    """Turns bodies into engine requests. Text becomes token ids here, which spares the process that runs the model."""
+    """Turns bodies into engine requests. Text becomes token ids here, which spares the process that runs the model.
+
+    Whoever calls sees the base model and the adapters that it may use, as if there were no others.
+    """
 
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer | NoTokenizer, client: EngineClient) -> None:
         self.config = config
         self.tokenizer = tokenizer
         self.client = client
+        self.keys = KeyRing(config)
         self.created = int(time.time())
+        self._admission = Admission(config)
         self._info: ModelInfo | None = None
 
     @property
@@ -37,21 +48,34 @@ class ServedModel:
             self._info = await self.client.model_info()
         return self._info
 
-    def adapter_of(self, model: str | None) -> str | None:
-        """The adapter that `model` names, None for the base; whether it is loaded, the engine says."""
+    def adapter_of(self, model: str | None, tenant: Tenant) -> str | None:
+        """The adapter that `model` names, None for the base; whether it is loaded, the engine says.
+
+        Raises:
+            NotFoundError: the tenant may not use it, whether it exists or not.
+        """
         if model is None or model == self.base:
             return None
         adapter = model.removeprefix(f"{self.base}:")
-        if not adapter:
+        if not adapter or not tenant.may_use(adapter):
             raise model_not_found(model)
         return adapter
 
-    def chat_request(self, body: ChatCompletionRequest, request_id: str) -> GenerateRequest:
+    async def generate(self, tenant: Tenant, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
+        """Stream a request's chunks, within the limits of the tenant and of the adapter."""
+        with self._admission.enter(tenant, request) as ticket:
+            async with aclosing(self.client.generate(request)) as chunks:
+                async for chunk in chunks:
+                    ticket.count(chunk)
+                    yield chunk
+
+    def chat_request(self, body: ChatCompletionRequest, request_id: str, tenant: Tenant) -> GenerateRequest:
         """
         Raises:
             InvalidRequestError: a field is bad, or the chat cannot be rendered.
+            NotFoundError, CapacityError: the tenant may not use the model, or not now.
         """
-        params = body.sampling_params()
+        request = self._admit(body, tenant, num_prompts=1)
         token_ids = self._chat_token_ids(
             body.chat,
             body.add_generation_prompt,
@@ -59,18 +83,19 @@ class ServedModel:
             body.chat_template_kwargs,
             bool(body.add_special_tokens),
         )
-        adapter = self.adapter_of(body.model)
-        return GenerateRequest(prompt=token_ids, sampling_params=params, adapter=adapter, request_id=request_id)
+        return replace(request, prompt=token_ids, request_id=request_id)
 
-    def completion_requests(self, body: CompletionRequest, request_id: str) -> tuple[list[GenerateRequest], list[str]]:
+    def completion_requests(
+        self, body: CompletionRequest, request_id: str, tenant: Tenant
+    ) -> tuple[list[GenerateRequest], list[str]]:
         """One request per prompt, and the texts to echo.
 
         Raises:
             InvalidRequestError: a field is bad.
+            NotFoundError, CapacityError: the tenant may not use the model, or not now.
         """
-        params = body.sampling_params()
-        adapter = self.adapter_of(body.model)
         prompts = body.prompts
+        request = self._admit(body, tenant, len(prompts))
         requests, echoes = [], []
         for index, prompt in enumerate(prompts):
             if isinstance(prompt, str):
@@ -78,13 +103,13 @@ class ServedModel:
             else:
                 token_ids = prompt
             name = request_id if len(prompts) == 1 else f"{request_id}-{index}"
-            requests.append(GenerateRequest(prompt=token_ids, sampling_params=params, adapter=adapter, request_id=name))
+            requests.append(replace(request, prompt=token_ids, request_id=name))
             echoes.append(self._echo(prompt) if body.echo else "")
         return requests, echoes
 
-    async def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
+    async def tokenize(self, body: TokenizeRequest, tenant: Tenant) -> dict[str, Any]:
         """vLLM's answer of `/tokenize`."""
-        await self.check_model(body.model)
+        await self.check_model(body.model, tenant)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequestError("Give either prompt or messages", "prompt")
         if body.messages is not None:
@@ -102,25 +127,40 @@ class ServedModel:
         max_model_len = (await self.info()).max_model_len
         return {"count": len(token_ids), "max_model_len": max_model_len, "tokens": token_ids, "token_strs": strings}
 
-    async def detokenize(self, model: str | None, token_ids: Sequence[int]) -> str:
-        await self.check_model(model)
+    async def detokenize(self, model: str | None, token_ids: Sequence[int], tenant: Tenant) -> str:
+        await self.check_model(model, tenant)
         vocab_size = (await self.info()).vocab_size
         for token_id in token_ids:
             if not 0 <= token_id < vocab_size:
                 raise InvalidRequestError(f"tokens has {token_id}, not a token id below {vocab_size}", "tokens")
         return self.tokenizer.decode(token_ids, skip_special_tokens=False)
 
-    async def cards(self) -> list[dict[str, Any]]:
+    async def list_adapters(self, tenant: Tenant) -> list[AdapterInfo]:
+        """Those that the tenant may use."""
+        return [info for info in await self.client.list_adapters() if tenant.may_use(info.name)]
+
+    async def cards(self, tenant: Tenant) -> list[dict[str, Any]]:
         """`data` of `/v1/models`."""
-        adapters = await self.client.list_adapters()
+        adapters = await self.list_adapters(tenant)
         info = await self.info()
         return model_cards(self.base, self.config.model, info.max_model_len, adapters, self.created)
 
-    async def check_model(self, model: str | None) -> None:
+    async def check_model(self, model: str | None, tenant: Tenant) -> None:
         """Raise NotFoundError unless `model` is served."""
-        adapter = self.adapter_of(model)
-        if adapter is not None and all(info.name != adapter for info in await self.client.list_adapters()):
+        adapter = self.adapter_of(model, tenant)
+        if adapter is not None and all(info.name != adapter for info in await self.list_adapters(tenant)):
             raise model_not_found(model or "")
+
+    def _admit(
+        self, body: ChatCompletionRequest | CompletionRequest, tenant: Tenant, num_prompts: int
+    ) -> GenerateRequest:
+        """What all prompts of a body have in common, if they may run now; before anything is spent on their text."""
+        params = body.sampling_params()
+        adapter = self.adapter_of(body.model, tenant)
+        self._admission.check(tenant, adapter, num_prompts * params.n)
+        return GenerateRequest(
+            prompt=(), sampling_params=params, adapter=adapter, tenant=tenant.name, cache_salt=body.cache_salt
+        )
 
     def _chat_token_ids(
         self,

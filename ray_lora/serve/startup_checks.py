@@ -1,5 +1,6 @@
 """What can be seen wrong with a configuration before any process is started for it."""
 
+import ipaddress
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from ray_lora.architecture import read_architecture
 from ray_lora.config import EngineConfig
 from ray_lora.errors import ConfigError, InvalidRequestError
 from ray_lora.names import check_adapter_name, url_scheme
+from ray_lora.serve.key_ring import KeyRing
 from ray_lora.serve.tokenizer import Tokenizer
 from ray_lora.serve.tokenizer_loader import load_tokenizer
 
@@ -26,6 +28,8 @@ def resolve_paths(config: EngineConfig) -> EngineConfig:
         update["lora_resolver_dir"] = _resolve(config.lora_resolver_dir)
     if config.tokenizer is not None:
         update["tokenizer"] = _resolve(config.tokenizer)
+    if config.api_keys_file is not None:
+        update["api_keys_file"] = _resolve(config.api_keys_file)
     if config.served_model_name is None:
         update["served_model_name"] = config.base_model_name
     return config.model_copy(update=update)
@@ -36,11 +40,28 @@ def is_single_node() -> bool:
     return not ray.is_initialized() or sum(node["Alive"] for node in ray.nodes()) <= 1
 
 
+def check_exposure(config: EngineConfig, host: str | None) -> None:
+    """
+    Args:
+        host: what HTTP listens on; None if it does not.
+
+    Raises:
+        ConfigError: other machines would be served without API keys, and nobody has said that they should.
+    """
+    if not (config.needs_api_key or config.allow_unauthenticated or host is None or _is_loopback(host)):
+        raise ConfigError(
+            f"api_keys_file: without API keys, http_options.host must be 127.0.0.1 and not {host}; give keys, or set "
+            "allow_unauthenticated: true"
+        )
+
+
 def check_files(config: EngineConfig) -> None:
     """
     Raises:
-        ConfigError: the model, its tokenizer or an adapter is missing or cannot be served; one line that names it.
+        ConfigError: the model, its tokenizer, an adapter or the file of API keys is missing or cannot be served; one
+            line that names it.
     """
+    KeyRing(config)
     if not config.model_path.is_dir():
         raise ConfigError(f"model: {config.model_path} does not exist{_hint(config.model_path)}")
     read_architecture(config.model_path).check_tensor_parallel(config.tensor_parallel_size)
@@ -73,6 +94,13 @@ def _resolve(path: str) -> str:
         if (root / expanded).exists():
             return str(root / expanded)
     return str(Path.cwd() / expanded)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _hint(path: Path) -> str:

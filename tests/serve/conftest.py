@@ -41,7 +41,7 @@ def tokenizer(demo_dir: Path) -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def config(demo_dir: Path) -> EngineConfig:
-    return EngineConfig(model=str(demo_dir), served_model_name="smollm2", max_loras=4)
+    return EngineConfig(model=str(demo_dir), served_model_name="smollm2", max_loras=4, allow_runtime_lora_updating=True)
 
 
 class Server:

@@ -7,7 +7,7 @@ from ray.exceptions import ActorUnavailableError, RayTaskError
 from ray.serve.exceptions import BackPressureError
 
 from ray_lora import errors
-from ray_lora.serve.http_errors import TYPE, body_of, error_response, status_of
+from ray_lora.serve.http_errors import CODE, TYPE, body_of, error_response, status_of
 from ray_lora.serve.replica_client import as_ours
 
 EVERY = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, errors.RayLoraError)]
@@ -18,7 +18,21 @@ def test_every_error_has_a_status_and_a_type(kind: type[errors.RayLoraError]) ->
     error = kind("what is wrong")
     status = status_of(error)
     assert status in TYPE
-    assert body_of(error)["error"] == {"message": "what is wrong", "type": TYPE[status], "param": None, "code": status}
+    if kind not in CODE:
+        expected = {"message": "what is wrong", "type": TYPE[status], "param": None, "code": status}
+        assert body_of(error)["error"] == expected
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "code"),
+    [
+        (errors.AuthenticationError("a"), "invalid_request_error", "invalid_api_key"),
+        (errors.RateLimitError("a"), "requests", "rate_limit_exceeded"),
+        (errors.RateLimitError("a", 2.0, "tokens"), "tokens", "rate_limit_exceeded"),
+    ],
+)
+def test_keys_and_limits_have_openais_words(error: errors.RayLoraError, kind: str, code: str) -> None:
+    assert body_of(error)["error"] == {"message": "a", "type": kind, "param": None, "code": code}
 
 
 @pytest.mark.parametrize(
@@ -27,7 +41,12 @@ def test_every_error_has_a_status_and_a_type(kind: type[errors.RayLoraError]) ->
         (errors.AdapterRejectedError("a", "r"), 400),
         (errors.AdapterExistsError("a", "lora_name"), 400),
         (errors.NotFoundError("a"), 404),
+        (errors.AuthenticationError("a"), 401),
+        (errors.PermissionDeniedError("a"), 403),
         (errors.CapacityError("a"), 429),
+        (errors.RateLimitError("a"), 429),
+        (errors.OverloadedError("a"), 503),
+        (errors.RequestTimeoutError("a"), 504),
         (errors.NumericsError("a"), 500),
         (errors.EngineDeadError("a"), 503),
     ],
@@ -38,7 +57,8 @@ def test_the_table_of_statuses(error: errors.RayLoraError, status: int) -> None:
 
 @pytest.mark.parametrize(("after", "header"), [(None, "1"), (0.2, "1"), (7.5, "8")])
 def test_no_room_says_when_to_come_again(after: float | None, header: str) -> None:
-    assert error_response(errors.CapacityError("full", after)).headers["retry-after"] == header
+    for kind in (errors.CapacityError, errors.RateLimitError, errors.OverloadedError):
+        assert error_response(kind("full", after)).headers["retry-after"] == header
 
 
 def test_rays_errors_become_ours() -> None:

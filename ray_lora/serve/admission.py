@@ -1,0 +1,165 @@
+"""Who may start now: what is under way, counted for everybody together, by API key and by adapter.
+
+Nothing waits here. A request that would exceed a limit is refused at once, before work is spent on it, and the engine
+decides in which order the others run. The counts are those of one ingress: exact as long as there is one, however many
+replicas are behind it. Each of several ingresses has its own, and lets in as much as one alone.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from ray_lora.config import EngineConfig
+from ray_lora.errors import CapacityError, OverloadedError, RateLimitError
+from ray_lora.request import GenerateChunk, GenerateRequest
+from ray_lora.serve.token_bucket import TokenBucket
+from ray_lora.tenant import Limits, Tenant
+
+RETRY_AFTER_S = 1.0
+"""When to try again where nobody knows how long the others will take."""
+
+NO_LIMITS = Limits()
+
+EACH_ADAPTER = "*"
+"""In `adapter_limits`, every adapter that is not named there."""
+
+
+class Usage:
+    """What one subject of limits has under way; the limits are the same as long as it has anything.
+
+    Args:
+        subject: what errors call it.
+        clock: as for `TokenBucket`.
+        error: what exceeding a number of requests is.
+    """
+
+    def __init__(
+        self,
+        subject: str,
+        limits: Limits,
+        clock: Callable[[], float],
+        error: Callable[[str, float], CapacityError] = RateLimitError,
+    ) -> None:
+        self.num_open = 0
+        self.num_waiting = 0
+        self.bucket = None if limits.tokens_per_minute is None else TokenBucket(limits.tokens_per_minute, clock)
+        self._subject = subject
+        self._limits = limits
+        self._error = error
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether a new one would be the same."""
+        return self.num_open == 0 and (self.bucket is None or self.bucket.is_full)
+
+    def check(self, count: int) -> None:
+        """Raise CapacityError if `count` more completions are too many now."""
+        limits = self._limits
+        for limit, num_now, what in (
+            (limits.max_concurrent_requests, self.num_open, "requests at once"),
+            (limits.max_queued_requests, self.num_waiting, "waiting requests"),
+        ):
+            if limit is not None and num_now + count > limit:
+                asked = f"; this asks for {count}" if count > 1 else ""
+                raise self._error(f"{self._subject} is limited to {limit} {what}{asked}.", RETRY_AFTER_S)
+        if self.bucket is not None and (wait_s := self.bucket.wait_s) > 0:
+            limit = limits.tokens_per_minute
+            message = f"{self._subject} is limited to {limit} tokens per minute; try again in {wait_s:.1f} s."
+            raise RateLimitError(message, wait_s, "tokens")
+
+
+class Ticket:
+    """A request that was let in. Told every chunk and the end, it keeps the counts."""
+
+    def __init__(self, usages: list[Usage], request: GenerateRequest) -> None:
+        self._usages = usages
+        self._buckets = [usage.bucket for usage in usages if usage.bucket is not None]
+        self._num_open = request.sampling_params.n
+        self._num_prompt_tokens = len(request.prompt)
+        self._is_waiting = True
+        self._draw(self._num_prompt_tokens)
+        for usage in usages:
+            usage.num_open += self._num_open
+            usage.num_waiting += self._num_open
+
+    def count(self, chunk: GenerateChunk) -> None:
+        if self._is_waiting:
+            self._stop_waiting()
+        if self._buckets:
+            self._draw(sum(len(delta.token_ids) for delta in chunk.outputs))
+
+    def close(self) -> None:
+        """The request has ended; if nothing came of it, it has used no tokens."""
+        if self._is_waiting:
+            self._stop_waiting()
+            self._draw(-self._num_prompt_tokens)
+        for usage in self._usages:
+            usage.num_open -= self._num_open
+
+    def _draw(self, num_tokens: int) -> None:
+        for bucket in self._buckets:
+            bucket.draw(num_tokens)
+
+    def _stop_waiting(self) -> None:
+        self._is_waiting = False
+        for usage in self._usages:
+            usage.num_waiting -= self._num_open
+
+
+class Admission:
+    """Lets requests in, or refuses them.
+
+    Args:
+        clock: as for `TokenBucket`.
+    """
+
+    def __init__(self, config: EngineConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self._base = config.base_model_name
+        self._adapter_limits = config.adapter_limits
+        self._clock = clock
+        whole = Limits(max_queued_requests=config.max_queued_requests)
+        self._server = Usage("The server", whole, clock, OverloadedError)
+        self._usages: dict[tuple[str, Limits], Usage] = {}
+        """Of keys and adapters that have limits, unless they are idle."""
+
+    def check(self, tenant: Tenant, adapter: str | None, count: int) -> None:
+        """Refuse what could not start now, before work is spent on it.
+
+        Raises:
+            RateLimitError: `count` more completions are too many for the tenant or the adapter.
+            OverloadedError: they are too many for the server.
+        """
+        for subject in self._subjects(tenant, adapter):
+            self._usage(*subject).check(count)
+        self._server.check(count)
+
+    @contextmanager
+    def enter(self, tenant: Tenant, request: GenerateRequest) -> Iterator[Ticket]:
+        """Count a request as long as it is under way; raises as `check` does."""
+        self.check(tenant, request.adapter, request.sampling_params.n)
+        subjects = self._subjects(tenant, request.adapter)
+        usages = [self._usages.setdefault(subject, self._usage(*subject)) for subject in subjects]
+        ticket = Ticket([self._server, *usages], request)
+        try:
+            yield ticket
+        finally:
+            ticket.close()
+            for subject, usage in zip(subjects, usages, strict=True):
+                if usage.is_idle:
+                    self._usages.pop(subject, None)
+
+    def _subjects(self, tenant: Tenant, adapter: str | None) -> list[tuple[str, Limits]]:
+        """Whose limits count, and what they are."""
+        named = self._adapter_limits.get(self._base if adapter is None else adapter)
+        each = None if adapter is None else self._adapter_limits.get(EACH_ADAPTER)
+        return [
+            (subject, limits)
+            for subject, limits in (
+                (f"The API key '{tenant.name}'", tenant.limits),
+                (f"The model '{adapter or self._base}'", named or each or NO_LIMITS),
+            )
+            if limits != NO_LIMITS
+        ]
+
+    def _usage(self, subject: str, limits: Limits) -> Usage:
+        return self._usages.get((subject, limits)) or Usage(subject, limits, self._clock)
