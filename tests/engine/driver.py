@@ -77,10 +77,19 @@ class CoreDriver:
         self.core.adapters.unregister(name)
         self._settle()
 
-    def add(self, prompt: str | Sequence[int], adapter: str | None = None, **params: Any) -> RequestGroup:
+    def add(
+        self,
+        prompt: str | Sequence[int],
+        adapter: str | None = None,
+        tenant: str = "",
+        cache_salt: str | None = None,
+        **params: Any,
+    ) -> RequestGroup:
         """Greedy, if not asked for otherwise."""
-        params = {"temperature": 0} | params
-        request = GenerateRequest(prompt=prompt, adapter=adapter, sampling_params=SamplingParams(**params))
+        params = SamplingParams(**({"temperature": 0} | params))
+        request = GenerateRequest(
+            prompt=prompt, adapter=adapter, sampling_params=params, tenant=tenant, cache_salt=cache_salt
+        )
         group = self.core.add(request)
         self.outputs[group] = RequestOutput(group.request.request_id, None)
         self._settle()

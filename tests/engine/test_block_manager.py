@@ -137,6 +137,29 @@ def test_keys_tell_versions_and_the_base_apart() -> None:
     assert len({block_key(root_key(version), [1, 2]) for version in versions}) == len(versions)
 
 
+def test_keys_tell_versions_tenants_and_salts_apart_whatever_they_are_called() -> None:
+    """Also where one is spelled as the encoding of another."""
+    words = ["", "a", "base", "null", '"a"', 'a", "a', '["a", "", null]', "a\x00a"]
+    roots = [(version, tenant, salt) for version in [None, *words] for tenant in words for salt in [None, *words]]
+    assert len({root_key(*root) for root in roots}) == len(roots)
+
+
+def test_a_prefix_of_one_salt_is_not_found_with_another() -> None:
+    blocks = BlockManager(8, 4)
+    text = list(range(10))
+    held = sealed(blocks, root_key("v1", "acme", "pepper"), text)
+    for root in (
+        root_key("v1"),
+        root_key("v1", "acme"),
+        root_key("v1", "", "pepper"),
+        root_key("v1", "pepper", "acme"),
+        root_key("pepper", "acme", "v1"),
+        root_key(None, "acme", "pepper"),
+    ):
+        assert blocks.find_cached(root, text)[0] == []
+    assert blocks.find_cached(root_key("v1", "acme", "pepper"), text)[0] == held[:2]
+
+
 @given(st.lists(st.lists(st.integers(0, 300), min_size=2, max_size=2), min_size=1, max_size=4))
 def test_a_key_depends_on_every_token_and_on_its_place(chunks: list[list[int]]) -> None:
     def chain(parts: list[list[int]]) -> bytes:
