@@ -43,7 +43,7 @@ def build_app(args: dict[str, Any]) -> Application:
     """
     try:
         config = resolve_paths(EngineConfig.parse(args))
-        check_exposure(config, _http_host())
+        check_exposure(config, http_host())
         if is_single_node():
             check_files(config)
     except ConfigError as error:
@@ -64,7 +64,7 @@ def bind_app(config: EngineConfig, start: EngineStarter | None = None) -> Applic
     return INGRESS.bind(config, replicas)
 
 
-def _http_host() -> str | None:
+def http_host() -> str | None:
     """What Serve listens on; None if it does not run yet, or has no HTTP."""
     client = _get_global_client(raise_if_no_controller_running=False) if ray.is_initialized() else None
     host: str | None = None if client is None else client.http_config.host

@@ -6,13 +6,16 @@ from typing import Any
 
 import pytest
 import yaml
+from click.testing import CliRunner
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ServeDeploySchema
 
 import ray_lora
 from ray_lora.config import EngineConfig
+from ray_lora.errors import ConfigError
 from ray_lora.serve.app import build_app
-from ray_lora.serve.startup_checks import resolve_paths
+from ray_lora.serve.cli import serve_command
+from ray_lora.serve.startup_checks import check_exposure, resolve_paths
 from ray_lora.serve.startup_failure import serve_run_pid
 
 ROOT = Path(ray_lora.__file__).parents[1]
@@ -43,6 +46,8 @@ def test_a_good_configuration_gives_an_application(demo_dir: Path) -> None:
         ({"model": "DEMO", "lora_modules": {"a/b": "LORA"}}, "lora_modules: lora_name 'a/b'"),
         ({"model": "DEMO", "lora_modules": ["a=LORA", "a=LORA"]}, "'a' is given twice"),
         ({"model": "DEMO", "lora_resolver_dir": "/nowhere"}, "lora_resolver_dir: /nowhere is not a directory"),
+        ({"model": "DEMO", "api_keys_file": "/nowhere"}, "api_keys_file: /nowhere cannot be read"),
+        ({"model": "DEMO", "api_keys": [{"name": "a"}]}, "api_keys.0.sha256: Field required"),
         ({"model": "DEMO", "lora_resolver_dir": "/tmp", "max_loras": 0}, "lora_resolver_dir is given but max_loras"),
     ],
 )
@@ -51,6 +56,46 @@ def test_what_cannot_start_is_told_in_one_line(
 ) -> None:
     text = json.dumps(args).replace("DEMO", str(demo_dir)).replace("LORA", str(adapter_dir))
     assert line in refusal(json.loads(text))
+
+
+KEY = {"api_keys": [{"name": "a", "sha256": "0" * 64}]}
+
+
+@pytest.mark.parametrize(
+    ("host", "args", "starts"),
+    [
+        ("127.0.0.1", {}, True),
+        ("127.8.8.8", {}, True),
+        ("::1", {}, True),
+        ("localhost", {}, True),
+        (None, {}, True),
+        ("0.0.0.0", {}, False),
+        ("::", {}, False),
+        ("10.0.0.7", {}, False),
+        ("example.org", {}, False),
+        ("0.0.0.0", KEY, True),
+        ("0.0.0.0", {"api_keys_file": "/keys.yaml"}, True),
+        ("0.0.0.0", {"allow_unauthenticated": True}, True),
+    ],
+)
+def test_without_keys_other_machines_are_served_only_if_that_is_said(
+    host: str | None, args: dict[str, Any], starts: bool
+) -> None:
+    config = EngineConfig.parse({"model": "m"} | args)
+    if starts:
+        check_exposure(config, host)
+    else:
+        with pytest.raises(ConfigError, match=f"http_options.host must be 127.0.0.1 and not {host}; .*allow_unauth"):
+            check_exposure(config, host)
+
+
+def test_ray_lora_serve_says_so_before_anything_starts(demo_dir: Path, tmp_path: Path) -> None:
+    file = tmp_path / "open.yaml"
+    application = {"name": "llama", "args": {"model": str(demo_dir)}}
+    file.write_text(yaml.safe_dump({"http_options": {"host": "0.0.0.0"}, "applications": [application]}))
+    result = CliRunner().invoke(serve_command, [str(file)])
+    assert result.exit_code == 1
+    assert "without API keys, http_options.host must be 127.0.0.1 and not 0.0.0.0" in str(result.output)
 
 
 def test_an_unsupported_architecture_is_named(tmp_path: Path) -> None:
@@ -64,7 +109,7 @@ def test_relative_paths_count_from_here_and_then_from_the_checkout(
     (tmp_path / "mine").mkdir()
     monkeypatch.chdir(tmp_path)
     modules = {"a": "mine", "b": "deployments", "c": "nowhere", "d": "/x", "e": "~/x", "f": "s3://bucket/mine"}
-    args = {"model": "mine", "lora_modules": modules, "lora_resolver_dir": "mine"}
+    args = {"model": "mine", "lora_modules": modules, "lora_resolver_dir": "mine", "api_keys_file": "mine"}
     config = resolve_paths(EngineConfig.parse(args))
     paths = {module.name: module.path for module in config.lora_modules}
     assert paths == {
@@ -75,7 +120,7 @@ def test_relative_paths_count_from_here_and_then_from_the_checkout(
         "e": str(Path("~/x").expanduser()),
         "f": "s3://bucket/mine",
     }
-    assert config.lora_resolver_dir == str(tmp_path / "mine")
+    assert config.lora_resolver_dir == config.api_keys_file == str(tmp_path / "mine")
     assert (config.model, config.base_model_name) == (str(tmp_path / "mine"), "mine")
 
 

@@ -18,10 +18,11 @@ from ray.serve.handle import DeploymentHandle
 from test_http_api import events
 
 from ray_lora.config import EngineConfig
-from ray_lora.errors import InvalidRequestError, NotFoundError, NumericsError
+from ray_lora.errors import InvalidRequestError, NotFoundError, NumericsError, RateLimitError
 from ray_lora.request import CompletionOutput, GenerateChunk, GenerateRequest, RequestOutput, SamplingParams
-from ray_lora.serve.app import bind_app
+from ray_lora.serve.app import bind_app, http_host
 from ray_lora.serve.tokenizer import Tokenizer
+from ray_lora.tenant import Limits
 
 PORT = 8397
 URL = f"http://127.0.0.1:{PORT}"
@@ -39,7 +40,9 @@ def handle(config: EngineConfig) -> Iterator[DeploymentHandle]:
         http_options={"host": "127.0.0.1", "port": PORT},
         controller_options={"runtime_env": {"env_vars": {"RAY_SERVE_PROXY_USE_GRPC": "1"}}},
     )
-    serve.run(bind_app(config, fake_engine.start_fake), name="llama", route_prefix="/")
+    limits = {"limited": Limits.model_validate({"max_concurrent_requests": 1})}
+    limited = config.model_copy(update={"adapter_limits": limits})
+    serve.run(bind_app(limited, fake_engine.start_fake), name="llama", route_prefix="/")
     yield serve.get_app_handle("llama")
     cloudpickle.unregister_pickle_by_value(fake_engine)
     serve.shutdown()
@@ -129,6 +132,28 @@ def test_adapters_by_handle(handle: DeploymentHandle, adapter_dir: Path) -> None
     handle.unload_adapter.remote("legal").result(timeout_s=30)
     with pytest.raises(NotFoundError):
         handle.unload_adapter.remote("legal").result(timeout_s=30)
+
+
+def test_an_adapters_limit_holds_for_handles_and_for_http_together(
+    handle: DeploymentHandle, http: httpx.Client, adapter_dir: Path
+) -> None:
+    handle.load_adapter.remote("limited", str(adapter_dir)).result(timeout_s=30)
+    asked = GenerateRequest(prompt=[5], adapter="limited", sampling_params=SamplingParams(max_tokens=50))
+    running = handle.options(stream=True).generate.remote(asked)
+    next(running)
+    with pytest.raises(RateLimitError) as caught:
+        handle.generate.remote(asked).result(timeout_s=30)
+    assert caught.value.retry_after == 1
+    answer = http.post("/v1/completions", json={"model": "limited", "prompt": [5], "max_tokens": 1})
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+    assert handle.generate.remote(request([5])).result(timeout_s=30).finished
+    list(running)
+    assert handle.generate.remote(asked).result(timeout_s=30).finished
+    handle.unload_adapter.remote("limited").result(timeout_s=30)
+
+
+def test_where_an_application_is_built_it_is_known_what_serve_listens_on(handle: DeploymentHandle) -> None:
+    assert ray.get(ray.remote(http_host).remote()) == "127.0.0.1"
 
 
 def test_the_openai_client_chats_streams_and_loads(http: httpx.Client, adapter_dir: Path) -> None:
