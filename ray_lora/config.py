@@ -17,6 +17,22 @@ MAX_FETCHES = 4
 """Downloads of adapters at a time, so that threads are left for everything else."""
 
 
+def _environment_allows_runtime_lora_updating() -> bool:
+    return os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "").strip().lower() in ("1", "true")
+
+
+def _environment_api_keys() -> list[Any]:
+    try:
+        keys = json.loads(os.environ.get("RAY_LORA_API_KEYS") or "[]")
+    except ValueError as error:
+        raise ConfigError(f"RAY_LORA_API_KEYS is not valid JSON: {error}") from None
+    if not isinstance(keys, list):
+        raise ConfigError("RAY_LORA_API_KEYS is not a list of keys")
+    if key := os.environ.get("VLLM_API_KEY"):
+        keys.append({"name": "VLLM_API_KEY", "sha256": hash_key(key), "may_load": True})
+    return keys
+
+
 class LoRAModule(BaseModel):
     """An adapter to load at start."""
 
@@ -85,11 +101,11 @@ class EngineConfig(BaseModel):
     `adapter_store_dir` on a volume."""
     adapter_load_timeout_s: float = Field(60.0, gt=0)
     """Longest wait of a rank for the others while an adapter is staged."""
-    allow_runtime_lora_updating: bool = Field(default_factory=lambda: _environment_allows_runtime_lora_updating())
+    allow_runtime_lora_updating: bool = Field(default_factory=_environment_allows_runtime_lora_updating)
     """Whether adapters may be loaded, replaced and unloaded over HTTP; by default what vLLM's environment variable
     VLLM_ALLOW_RUNTIME_LORA_UPDATING says, and otherwise not."""
 
-    api_keys: tuple[ApiKey, ...] = Field(default_factory=lambda: _environment_api_keys(), validate_default=True)
+    api_keys: tuple[ApiKey, ...] = Field(default_factory=_environment_api_keys, validate_default=True)
     """Whoever calls over HTTP must have one of these or of `api_keys_file`, if there are any. By default those of
     RAY_LORA_API_KEYS, a list as in the file, in JSON; and the key in vLLM's VLLM_API_KEY, which may do everything."""
     api_keys_file: str | None = None
@@ -203,22 +219,6 @@ def first_fault(error: ValidationError) -> str:
     where = ".".join(str(part) for part in first["loc"])
     message = first["msg"].removeprefix("Value error, ")
     return f"{where}: {message}" if where else message
-
-
-def _environment_allows_runtime_lora_updating() -> bool:
-    return os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "").strip().lower() in ("1", "true")
-
-
-def _environment_api_keys() -> list[Any]:
-    try:
-        keys = json.loads(os.environ.get("RAY_LORA_API_KEYS") or "[]")
-    except ValueError as error:
-        raise ConfigError(f"RAY_LORA_API_KEYS is not valid JSON: {error}") from None
-    if not isinstance(keys, list):
-        raise ConfigError("RAY_LORA_API_KEYS is not a list of keys")
-    if key := os.environ.get("VLLM_API_KEY"):
-        keys.append({"name": "VLLM_API_KEY", "sha256": hash_key(key), "may_load": True})
-    return keys
 
 
 def _parse_lora_module(item: Any) -> Any:

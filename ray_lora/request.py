@@ -99,10 +99,10 @@ class GenerateRequest:
     """Name of a registered adapter; None is the base model."""
     request_id: str = ""
     """Shown in logs and answers; the engine makes one up if empty."""
-    tenant: str = ""
-    """Name of the API key that it came with; requests share cached prefixes within a tenant only."""
+    key_name: str | None = None
+    """Name of the API key that it came with; requests share cached prefixes within a key only."""
     cache_salt: str | None = None
-    """vLLM's: and within a tenant only with requests of the same salt."""
+    """vLLM's: and within a key only with requests of the same salt."""
 
 
 @dataclass(frozen=True, slots=True)

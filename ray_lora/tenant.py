@@ -25,8 +25,8 @@ class Tenant(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: str = ""
-    """Shown in logs and errors; cached prefixes are shared only under one name. Empty for a caller without a key."""
+    name: str | None = None
+    """Shown in logs and errors; None for a caller without a key."""
     adapters: tuple[str, ...] = ("*",)
     """Names of the adapters it may use and see, `*` for any part of a name. The base model is everybody's."""
     may_load: bool = True

@@ -7,14 +7,14 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 
-def root_key(adapter_version: str | None, tenant: str = "", cache_salt: str | None = None) -> bytes:
+def root_key(adapter_version: str | None, key_name: str | None = None, cache_salt: str | None = None) -> bytes:
     """Start of a chain of block keys.
 
-    KV depends on the exact weights, so on the adapter's version and not its name. Tenants and salts have chains of
+    KV depends on the exact weights, so on the adapter's version and not its name. API keys and salts have chains of
     their own, so that nobody learns from the time to a first token what others have asked. As a list in JSON, no value
     of one can be taken for a value of another.
     """
-    return hashlib.sha256(json.dumps([adapter_version, tenant, cache_salt]).encode()).digest()
+    return hashlib.sha256(json.dumps([adapter_version, key_name, cache_salt]).encode()).digest()
 
 
 def block_key(parent: bytes, token_ids: Sequence[int]) -> bytes:

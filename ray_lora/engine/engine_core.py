@@ -144,7 +144,9 @@ class EngineCore:
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         self._next_id += 1
         params = replace(params, max_tokens=max_tokens, min_tokens=min(params.min_tokens, max_tokens))
-        return SequenceState(self._next_id, token_ids, params, seed, stops, adapter, request.tenant, request.cache_salt)
+        return SequenceState(
+            self._next_id, token_ids, params, seed, stops, adapter, request.key_name, request.cache_salt
+        )
 
     def _check(self, request: GenerateRequest, token_ids: list[int]) -> None:
         vocab_size, max_model_len = self.info.vocab_size, self.info.max_model_len

@@ -41,7 +41,7 @@ class SequenceState:
         seed: int,
         stop_token_ids: tuple[int, ...],
         adapter: Version | None,
-        tenant: str = "",
+        key_name: str | None = None,
         cache_salt: str | None = None,
     ) -> None:
         self.request_id = request_id
@@ -51,7 +51,7 @@ class SequenceState:
         self.seed = seed
         self.stop_token_ids = stop_token_ids
         self.adapter = adapter
-        self.root_key = root_key(self.adapter_version, tenant, cache_salt)
+        self.root_key = root_key(self.adapter_version, key_name, cache_salt)
         """Start of its chain of block keys."""
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0

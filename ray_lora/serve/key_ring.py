@@ -2,7 +2,7 @@
 
 import hmac
 import logging
-from collections.abc import Iterable
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ class KeyRing:
     while others are served. A change that cannot be read is told in the log, and the keys before it stay.
 
     Raises:
-        ConfigError: the file cannot be read, or a name stands for two keys; one line that says where.
+        ConfigError: the file cannot be read, or two keys have the same name or hash; one line that says where.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -63,8 +63,10 @@ class KeyRing:
 
     def _read(self) -> list[tuple[str, ApiKey]]:
         owners = [*self._given, *(() if self._file is None else read_keys(self._file))]
-        _check_names(owners)
-        return [(digest, owner) for owner in owners for digest in owner.sha256]
+        _check_distinct("name", [owner.name for owner in owners])
+        keys = [(digest, owner) for owner in owners for digest in owner.sha256]
+        _check_distinct("sha256", [digest for digest, _ in keys])
+        return keys
 
 
 def read_keys(file: Path) -> list[ApiKey]:
@@ -89,9 +91,7 @@ def read_keys(file: Path) -> list[ApiKey]:
     return keys
 
 
-def _check_names(owners: Iterable[ApiKey]) -> None:
-    names: set[str] = set()
-    for owner in owners:
-        if owner.name in names:
-            raise ConfigError(f"api_keys: the name {owner.name!r} is given twice")
-        names.add(owner.name)
+def _check_distinct(field: str, values: list[str]) -> None:
+    for value, count in Counter(values).items():
+        if count > 1:
+            raise ConfigError(f"api_keys: the {field} {value!r} is given twice")

@@ -159,7 +159,7 @@ class ServedModel:
         adapter = self.adapter_of(body.model, tenant)
         self._admission.check(tenant, adapter, num_prompts * params.n)
         return GenerateRequest(
-            prompt=(), sampling_params=params, adapter=adapter, tenant=tenant.name, cache_salt=body.cache_salt
+            prompt=(), sampling_params=params, adapter=adapter, key_name=tenant.name, cache_salt=body.cache_salt
         )
 
     def _chat_token_ids(

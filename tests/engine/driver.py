@@ -81,14 +81,14 @@ class CoreDriver:
         self,
         prompt: str | Sequence[int],
         adapter: str | None = None,
-        tenant: str = "",
+        key_name: str | None = None,
         cache_salt: str | None = None,
         **params: Any,
     ) -> RequestGroup:
         """Greedy, if not asked for otherwise."""
         params = SamplingParams(**({"temperature": 0} | params))
         request = GenerateRequest(
-            prompt=prompt, adapter=adapter, sampling_params=params, tenant=tenant, cache_salt=cache_salt
+            prompt=prompt, adapter=adapter, sampling_params=params, key_name=key_name, cache_salt=cache_salt
         )
         group = self.core.add(request)
         self.outputs[group] = RequestOutput(group.request.request_id, None)

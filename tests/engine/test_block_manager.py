@@ -137,10 +137,10 @@ def test_keys_tell_versions_and_the_base_apart() -> None:
     assert len({block_key(root_key(version), [1, 2]) for version in versions}) == len(versions)
 
 
-def test_keys_tell_versions_tenants_and_salts_apart_whatever_they_are_called() -> None:
+def test_keys_tell_versions_keys_and_salts_apart_whatever_they_are_called() -> None:
     """Also where one is spelled as the encoding of another."""
     words = ["", "a", "base", "null", '"a"', 'a", "a', '["a", "", null]', "a\x00a"]
-    roots = [(version, tenant, salt) for version in [None, *words] for tenant in words for salt in [None, *words]]
+    roots = [(version, name, salt) for version in [None, *words] for name in [None, *words] for salt in [None, *words]]
     assert len({root_key(*root) for root in roots}) == len(roots)
 
 
@@ -151,7 +151,7 @@ def test_a_prefix_of_one_salt_is_not_found_with_another() -> None:
     for root in (
         root_key("v1"),
         root_key("v1", "acme"),
-        root_key("v1", "", "pepper"),
+        root_key("v1", None, "pepper"),
         root_key("v1", "pepper", "acme"),
         root_key("pepper", "acme", "v1"),
         root_key(None, "acme", "pepper"),

@@ -93,7 +93,7 @@ def test_a_prompt_is_told_of_once_and_its_cached_part_counted() -> None:
     assert (driver.outputs[first].num_cached_tokens, driver.outputs[second].num_cached_tokens) == (0, 8)
 
 
-def test_a_cached_prefix_is_shared_within_a_tenant_and_a_salt_only() -> None:
+def test_a_cached_prefix_is_shared_within_a_key_and_a_salt_only() -> None:
     driver = CoreDriver(num_blocks=64)
     driver.register("acme")
 
@@ -105,12 +105,12 @@ def test_a_cached_prefix_is_shared_within_a_tenant_and_a_salt_only() -> None:
 
     callers: list[dict[str, Any]] = [
         {},
-        {"tenant": "acme"},
+        {"key_name": "acme"},
         {"cache_salt": "acme"},
         {"adapter": "acme"},
-        {"tenant": "acme", "cache_salt": "acme"},
-        {"tenant": "acme", "adapter": "acme"},
-        {"tenant": "other", "cache_salt": "acme"},
+        {"key_name": "acme", "cache_salt": "acme"},
+        {"key_name": "acme", "adapter": "acme"},
+        {"key_name": "other", "cache_salt": "acme"},
     ]
     assert [num_cached(**whose) for whose in callers] == [0] * len(callers)
     assert [num_cached(**whose) for whose in callers] == [8] * len(callers)

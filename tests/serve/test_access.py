@@ -251,11 +251,11 @@ def test_a_bad_body_is_told_as_ever(acme: httpx.Client, raw: bytes) -> None:
 # What the engine is told
 
 
-def test_the_engine_is_told_the_tenant_and_the_salt(server: Server, http: httpx.Client) -> None:
+def test_the_engine_is_told_the_key_and_the_salt(server: Server, http: httpx.Client) -> None:
     http.post("/v1/completions", json={**TEXT, "cache_salt": "s1"}, headers=headers("acme"))
     http.post("/v1/chat/completions", json={**CHAT, "cache_salt": "s2"}, headers=headers("reader"))
     http.post("/v1/chat/completions", json=CHAT, headers=headers("reader"))
-    told = [(request.tenant, request.cache_salt) for request in server.engine.requests]
+    told = [(request.key_name, request.cache_salt) for request in server.engine.requests]
     assert told == [("acme", "s1"), ("reader", "s2"), ("reader", None)]
 
 

@@ -84,8 +84,10 @@ def test_keys_of_the_file_and_of_the_configuration_are_all_known(file: Path) -> 
     file.write_text(yaml.safe_dump([entry("a", "k1")]))
     keys = ring(file, api_keys=[entry("b", "k2")])
     assert (name_of(keys, "k1"), name_of(keys, "k2")) == ("a", "b")
-    with pytest.raises(ConfigError, match="'a' is given twice"):
+    with pytest.raises(ConfigError, match="the name 'a' is given twice"):
         ring(file, api_keys=[entry("a", "k2")])
+    with pytest.raises(ConfigError, match=r"the sha256 '[0-9a-f]{64}' is given twice"):
+        ring(file, api_keys=[entry("b", "k1")])
 
 
 def test_a_changed_file_counts_from_the_next_request_on(file: Path) -> None:
