@@ -79,8 +79,9 @@ class AdapterChanges:
             raise PermissionDeniedError(f"API key '{tenant.name}' may not change adapters: it has no 'may_load'.")
         name = request.path_params.get("name") or _lora_name(await request.body())
         if isinstance(name, str) and not tenant.may_use(name):
+            names = ", ".join(tenant.adapters) or "none"
             raise PermissionDeniedError(
-                f"API key '{tenant.name}' may not change an adapter named '{name}', only {', '.join(tenant.adapters)}."
+                f"API key '{tenant.name}' may not change an adapter named '{name}'; its adapters are {names}."
             )
 
 

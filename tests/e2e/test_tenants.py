@@ -72,6 +72,7 @@ def tenants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tenants]:
         lora_modules={name: str(ADAPTERS / name) for name in ("json", "pirate")},
         adapter_store_dir=str(directory / "store"),
         api_keys_file=str(tenants.file),
+        max_queued_requests=12,
         request_timeout_s=30,
         queue_timeout_s=10,
     ) as url:
@@ -162,6 +163,26 @@ def test_a_key_over_its_limits_gets_429_while_others_are_served(tenants: Tenants
         assert refused.response.headers["retry-after"] == "1"
         assert ask(other, "smollm2").startswith("The capital of France is Paris")
         assert all(call.result().choices[0].finish_reason == "length" for call in running)
+
+
+def test_a_flood_is_refused_at_once_beyond_what_may_wait_and_harms_nobody(tenants: Tenants) -> None:
+    def flood(index: int) -> httpx.Response:
+        return tenants.post(
+            "acme", "/v1/completions", model="smollm2", prompt=[index + 5], max_tokens=40, ignore_eos=True
+        )
+
+    with ThreadPoolExecutor(60) as pool:
+        answers = list(pool.map(flood, range(60)))
+    served = [answer for answer in answers if answer.status_code == 200]
+    refused = [answer for answer in answers if answer.status_code == 503]
+    assert len(served) + len(refused) == 60
+    assert len(served) >= 12
+    assert refused
+    assert all(answer.headers["retry-after"] == "1" for answer in refused)
+    assert all(answer.json()["usage"]["completion_tokens"] == 40 for answer in served)
+    assert httpx.get(f"{tenants.url}/health").status_code == 200
+    with tenants.client("acme") as client:
+        assert ask(client, "smollm2").startswith("The capital of France is Paris")
 
 
 def test_tokens_of_a_minute_run_out_and_come_back(tenants: Tenants) -> None:

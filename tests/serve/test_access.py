@@ -236,7 +236,7 @@ def test_a_key_loads_and_unloads_under_its_own_names_only(
     refused = load("globex-new")
     assert refused.status_code == 403
     assert refused.json()["error"]["message"] == (
-        "API key 'acme' may not change an adapter named 'globex-new', only acme-*, shared."
+        "API key 'acme' may not change an adapter named 'globex-new'; its adapters are acme-*, shared."
     )
     assert acme.post("/v1/unload_lora_adapter", json={"lora_name": "acme-new"}).status_code == 200
     assert set(server.engine.adapters) == set(LOADED)
