@@ -14,7 +14,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from ray_lora.adapter import AdapterManifest
+from ray_lora.adapter import AdapterManifest, AdapterValidation
 from ray_lora.cluster.step_link import StepHub
 from ray_lora.cluster.worker import Worker
 from ray_lora.config import MAX_FETCHES, EngineConfig
@@ -73,6 +73,13 @@ class RayTPExecutor:
         group = "adapters" if url_scheme(source) is None else "fetches"
         manifest: AdapterManifest = self._call_all("inspect_adapter", group, source, workers=self._workers[:1])[0]
         return manifest
+
+    def validate_adapter(self, source: str) -> AdapterValidation:
+        found: AdapterValidation = self._call_all("validate_adapter", "fetches", source, workers=self._workers[:1])[0]
+        return found
+
+    def keep_adapter(self, manifest: AdapterManifest) -> None:
+        self._call_all("keep_adapter", "adapters", manifest, workers=self._workers[:1])
 
     def stage_adapter(self, manifest: AdapterManifest) -> None:
         try:
