@@ -1,33 +1,42 @@
 """The command `ray-lora`, also `python -m ray_lora`."""
 
+from importlib import import_module
+
 import click
 
+ADAPTER_COMMANDS = {
+    **dict.fromkeys(("inspect", "compress", "merge", "convert"), "ray_lora.adapters.adapter_commands"),
+    **dict.fromkeys(("list", "load", "unload", "pin", "unpin", "validate"), "ray_lora.serve.server_commands"),
+}
 
-class Commands(click.Group):
-    """Imports a command when it is asked for: one needs Ray, the other torch, and each takes seconds."""
+
+class LazyGroup(click.Group):
+    """Imports a command when it is asked for: some need Ray, others torch, and each takes seconds.
+
+    Args:
+        commands: by name, the module that has it as `<name>_command`.
+    """
+
+    def __init__(self, name: str, commands: dict[str, str], help: str) -> None:
+        super().__init__(name, help=help)
+        self._modules = commands
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return ["adapter", "key", "serve"]
+        return sorted({*self._modules, *self.commands})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name == "adapter":
-            from ray_lora.adapters.adapter_commands import adapter_group
-
-            return adapter_group
-        if cmd_name == "key":
-            from ray_lora.serve.key_commands import key_group
-
-            return key_group
-        if cmd_name == "serve":
-            from ray_lora.serve.cli import serve_command
-
-            return serve_command
-        return None
+        if cmd_name not in self._modules:
+            return super().get_command(ctx, cmd_name)
+        command: click.Command = getattr(import_module(self._modules[cmd_name]), f"{cmd_name}_command")
+        return command
 
 
-@click.command(cls=Commands)
-def main() -> None:
-    """Multi-LoRA serving on Ray Serve."""
+COMMANDS = {"serve": "ray_lora.serve.cli", "key": "ray_lora.serve.key_commands"}
+
+main = LazyGroup("ray-lora", COMMANDS, "Multi-LoRA serving on Ray Serve.")
+main.add_command(
+    LazyGroup("adapter", ADAPTER_COMMANDS, "Adapters: PEFT directories offline, and those of a running server.")
+)
 
 
 if __name__ == "__main__":

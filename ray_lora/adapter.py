@@ -32,6 +32,8 @@ class AdapterManifest:
     names of other modules."""
     num_bytes: int
     """Size of its tensors in the file."""
+    shard_bytes: int
+    """Host memory that it takes on each rank; on the largest, if they differ."""
 
     @property
     def num_pages(self) -> int:
@@ -39,17 +41,60 @@ class AdapterManifest:
 
 
 @dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why an adapter is not taken."""
+
+    message: str
+    param: str | None
+    """The field, file or tensor at fault."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterValidation:
+    """What a load would do."""
+
+    manifest: AdapterManifest | None
+    """None if it would be refused for what it is."""
+    refusals: tuple[Refusal, ...]
+    """Empty if it would be taken."""
+
+
+Tier = Literal["device", "host", "disk"]
+"""Where every rank has an adapter: in device pages, in host memory, or only in the store on disk."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierUse:
+    """How full a tier is, on each rank of a replica."""
+
+    num_adapters: int
+    max_adapters: int
+    num_bytes: int
+    max_bytes: int | None
+    """None if their number alone is limited."""
+
+
+@dataclass(frozen=True, slots=True)
 class AdapterInfo:
-    """One registered adapter, as `/v1/models` and `list_adapters` show it."""
+    """One registered name, as `/v1/adapters` and `list_adapters` show it."""
 
     name: str
     version: str
     source: str
     rank: int
     num_pages: int
-    resident: bool
-    """Its pages are on the device now; otherwise they come up with its next request."""
-    tier: Literal["device", "host", "disk"]
-    """Where it is served from: device pages, every rank's host memory, or the store on disk."""
-    num_requests: int
-    """Waiting and running requests that hold this version."""
+    num_bytes: int
+    """Host memory that it takes on each rank."""
+    tier: Tier
+    pinned: bool
+    """Stays in host memory and on the device once it is there."""
+    num_running: int
+    """Running requests of this version, under whichever name."""
+    num_waiting: int
+    """Requests of this version that wait for room."""
+    num_loads: int
+    """How often this version came from disk to host memory."""
+    num_page_ins: int
+    """How often it came from there to the device."""
+    last_used: float | None
+    """When a request last came for this name, in seconds since the epoch."""

@@ -83,6 +83,8 @@ class EngineConfig(BaseModel):
     max_cpu_loras: int | None = Field(None, ge=1)
     """Adapters in host memory at once, the most recently used; the others wait on disk and come up with their next
     request. By default 64, or `max_loras` if that is more."""
+    max_cpu_lora_bytes: int | None = Field(None, ge=1)
+    """Host memory of one rank for them, besides; by default their number alone is limited."""
     lora_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     lora_modules: tuple[LoRAModule, ...] = ()
     """Adapters loaded at start: a list of `{name, path}` or `name=path`, or a mapping of names to paths."""

@@ -90,6 +90,15 @@ class LLM:
         """Forget an adapter; requests that run on it finish."""
         self._run(self._engine.unload_adapter(name))
 
+    def pin_adapter(self, name: str, is_pinned: bool = True) -> AdapterInfo:
+        """Keep an adapter in host memory, and on the device from its next request on; or no longer.
+
+        Raises:
+            NotFoundError: there is none of that name.
+            CapacityError: the pinned ones would leave no room for others.
+        """
+        return self._run(self._engine.pin_adapter(name, is_pinned))
+
     def list_adapters(self) -> list[AdapterInfo]:
         return self._engine.list_adapters()
 

@@ -117,6 +117,8 @@ class ModelInfo:
     """Longest prompt plus output that is served, in tokens."""
     num_kv_blocks: int
     eos_token_ids: tuple[int, ...]
+    lora_page_bytes: int
+    """Of one page of 16 ranks, on each rank."""
     has_stable_prefixes: bool = True
     """Whether a token's KV depends only on the tokens before it. Not so with dynamic rotary scaling beyond the trained
     length, where it depends on the length of the whole prompt; prefixes are then not cached."""

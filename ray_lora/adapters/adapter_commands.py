@@ -1,7 +1,7 @@
-"""`ray-lora adapter`: inspect, compress, merge and convert adapters, without a server or a base model."""
+"""`ray-lora adapter inspect`, `compress`, `merge` and `convert`: PEFT directories, without a server or a base model."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from ray_lora.adapters.adapter_report import AdapterReport, describe
 from ray_lora.adapters.shard import DTYPES
 from ray_lora.architecture import read_architecture
 from ray_lora.errors import RayLoraError
+from ray_lora.text_table import text_table
 
 DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
 output_option = click.option(
@@ -23,12 +24,7 @@ dtype_option = click.option(
 )
 
 
-@click.group("adapter")
-def adapter_group() -> None:
-    """Inspect, compress, merge and convert adapters (PEFT directories)."""
-
-
-@adapter_group.command("inspect")
+@click.command("inspect")
 @click.argument("path", type=DIRECTORY)
 @click.option("--model", type=DIRECTORY, help="Check against this base model too.")
 def inspect_command(path: Path, model: Path | None) -> None:
@@ -43,7 +39,7 @@ def inspect_command(path: Path, model: Path | None) -> None:
         sys.exit(1)
 
 
-@adapter_group.command("compress")
+@click.command("compress")
 @click.argument("path", type=DIRECTORY)
 @click.option("--energy", type=click.FloatRange(0, 1, min_open=True, max_open=True), help="Share to keep, e.g. 0.99.")
 @click.option("--rank", type=click.IntRange(1), help="Largest rank to keep.")
@@ -59,12 +55,12 @@ def compress_command(path: Path, energy: float | None, rank: int | None, dtype: 
     with _errors_in_one_line():
         done = adapter_tools.compress(path, output, energy=energy, rank=rank, dtype=DTYPES[dtype] if dtype else None)
     rows = [(cut.name, f"{cut.old_rank}", f"{cut.new_rank}", _ratio(cut.error, cut.norm)) for cut in done]
-    _print_columns(("module", "rank", "new rank", "error"), rows)
+    click.echo(text_table(("module", "rank", "new rank", "error"), rows))
     error, norm = (torch.tensor(values).norm().item() for values in ([c.error for c in done], [c.norm for c in done]))
     click.echo(f"\ntotal error {_ratio(error, norm)}; written to {output}")
 
 
-@adapter_group.command("merge")
+@click.command("merge")
 @click.argument("paths", type=DIRECTORY, nargs=-1, required=True)
 @click.option("--weights", required=True, help="One number for each path, e.g. 0.7,0.3.")
 @dtype_option
@@ -82,7 +78,7 @@ def merge_command(paths: tuple[Path, ...], weights: str, dtype: str, output: Pat
     click.echo(f"{len(ranks)} modules, largest rank {max(ranks.values())}; written to {output}")
 
 
-@adapter_group.command("convert")
+@click.command("convert")
 @click.argument("path", type=DIRECTORY)
 @click.option("--initial", required=True, type=DIRECTORY, help="The adapter as it was saved before training.")
 @dtype_option
@@ -108,19 +104,11 @@ def _print_report(report: AdapterReport) -> None:
         )
         for module in report.modules
     ]
-    _print_columns(("module", "shape", "rank", "99%", "scale", "|A|", "|B|", "|delta|"), rows)
+    click.echo(text_table(("module", "shape", "rank", "99%", "scale", "|A|", "|B|", "|delta|"), rows))
     pages = f"{report.num_pages} page{'' if report.num_pages == 1 else 's'} of 16 ranks"
     click.echo(f"\n{len(rows)} modules, {report.num_params:,} parameters, {report.num_bytes:,} bytes, {pages}")
     for refusal in report.refusals:
         click.echo(f"refused: {refusal}")
-
-
-def _print_columns(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
-    """The first column to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-    for row in (heads, *rows):
-        first, *others = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        click.echo("  ".join((row[0].ljust(len(first)), *others)))
 
 
 def _ratio(error: float, norm: float) -> str:

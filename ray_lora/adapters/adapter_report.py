@@ -7,7 +7,7 @@ from pathlib import Path
 from ray_lora.adapter import num_pages
 from ray_lora.adapters.adapter_algebra import rank_for_energy, singular_values
 from ray_lora.adapters.adapter_files import StoredModule, read_adapter
-from ray_lora.adapters.peft_config import check_field, read_config_fields
+from ray_lora.adapters.peft_config import read_config_fields, refused_fields
 from ray_lora.adapters.peft_fields import HONOURED
 from ray_lora.adapters.peft_keys import is_served_beside_lora
 from ray_lora.adapters.peft_weights import read_weights
@@ -53,12 +53,7 @@ def describe(directory: Path, arch: Architecture | None = None) -> AdapterReport
         AdapterRejectedError: `adapter_config.json` cannot be read.
     """
     fields = read_config_fields(directory)
-    refusals = []
-    for name, value in fields.items():
-        try:
-            check_field(name, value)
-        except AdapterRejectedError as error:
-            refusals.append(str(error))
+    refusals = [str(error) for error in refused_fields(directory)]
     supported = {name: value for name, value in fields.items() if name in HONOURED} | {"peft_type": "LORA"}
     modules: Sequence[ModuleReport] = ()
     num_params = num_bytes = 0

@@ -185,6 +185,21 @@ def check_field(name: str, value: object) -> None:
         reject(name, f"unknown field {show(name)} is {show(value)} and may change the result; if not, remove it")
 
 
+def refused_fields(directory: Path) -> list[AdapterRejectedError]:
+    """Every field of a configuration that cannot be honoured, where reading it stops at the first.
+
+    Raises:
+        AdapterRejectedError: `adapter_config.json` cannot be read.
+    """
+    refused = []
+    for name, value in read_config_fields(directory).items():
+        try:
+            check_field(name, value)
+        except AdapterRejectedError as error:
+            refused.append(error)
+    return refused
+
+
 def _rank(field: str, value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_RANK:
         reject(field, f"{field} must be a rank between 1 and {MAX_RANK}, not {show(value)}")

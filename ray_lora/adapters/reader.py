@@ -2,23 +2,27 @@
 
 `inspect` copies, checks everything and answers a manifest; `read` gives the weights of a manifest. Most reads follow
 their inspection at once, so the weights of the last few inspections are kept until they are read. The store keeps the
-content of what is kept here, and of what was read until it is forgotten.
+content of what is kept here, and of what is in use until it is forgotten.
 """
 
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ray_lora.adapter import AdapterManifest
+import torch
+
+from ray_lora.adapter import AdapterManifest, AdapterValidation, Refusal
 from ray_lora.adapters.fetch import fetch
 from ray_lora.adapters.output_change import BaseLayers, change_outputs
-from ray_lora.adapters.peft_config import reject
+from ray_lora.adapters.peft_config import refused_fields, reject
 from ray_lora.adapters.peft_weights import AdapterWeights, read_weights
+from ray_lora.adapters.shard_cut import cut_shard
 from ray_lora.adapters.store import WEIGHTS_FILE, AdapterStore
 from ray_lora.architecture import Architecture
-from ray_lora.errors import InvalidRequestError
+from ray_lora.errors import AdapterRejectedError, InvalidRequestError
 from ray_lora.names import url_scheme, without_credentials
 
 MAX_KEPT = 2
@@ -33,6 +37,8 @@ class AdapterReader:
         max_lora_rank: adapters of a larger rank are refused.
         open_base: the base model's weights, read only for adapters whose effect depends on them.
         fetch_retries: how often a download is tried again after a transient failure.
+        tp_size: ranks that share an adapter.
+        dtype: in which they hold it.
     """
 
     def __init__(
@@ -42,15 +48,19 @@ class AdapterReader:
         max_lora_rank: int,
         open_base: Callable[[], BaseLayers],
         fetch_retries: int = 3,
+        tp_size: int = 1,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         self.arch = arch
         self.store = store
         self.max_lora_rank = max_lora_rank
         self.open_base = open_base
         self.fetch_retries = fetch_retries
+        self.tp_size = tp_size
+        self.dtype = dtype
         self._lock = threading.Lock()
         self._kept: OrderedDict[str, AdapterWeights] = OrderedDict()
-        self._read: set[str] = set()
+        self._in_use: set[str] = set()
 
     def inspect(self, source: str) -> AdapterManifest:
         """Copy an adapter to the store and check all of it. A refused adapter leaves nothing behind.
@@ -61,13 +71,36 @@ class AdapterReader:
             AdapterRejectedError: the adapter cannot be honoured; `param` is the field, file or tensor at fault.
             CapacityError: the store is full.
         """
+        with self._fetched(source) as directory:
+            return self._inspect(directory, without_credentials(source))
+
+    def validate(self, source: str) -> AdapterValidation:
+        """What `inspect` would say, with all that is wrong with the configuration in place of the first error.
+
+        Raises:
+            NotFoundError, InvalidRequestError, CapacityError: as `inspect`.
+        """
+        with self._fetched(source) as directory:
+            try:
+                return AdapterValidation(self._inspect(directory, without_credentials(source)), ())
+            except AdapterRejectedError as error:
+                errors = [error]
+                with suppress(AdapterRejectedError):
+                    errors += refused_fields(directory)
+            refusals = (Refusal(str(error), error.param) for error in errors)
+            return AdapterValidation(None, tuple(dict.fromkeys(refusals)))
+
+    @contextmanager
+    def _fetched(self, source: str) -> Iterator[Path]:
+        """A local directory with what is at a path or URL."""
         if not isinstance(source, str) or not source:
             raise InvalidRequestError("lora_path must be the path of a local directory, or a URL", "lora_path")
         if url_scheme(source) is None:
-            return self._inspect(Path(os.path.expanduser(source)), source)
-        with self.store.incoming() as fetched:
-            fetch(source, fetched, self.store.max_adapter_bytes, self.fetch_retries)
-            return self._inspect(fetched, without_credentials(source))
+            yield Path(os.path.expanduser(source))
+            return
+        with self.store.incoming() as directory:
+            fetch(source, directory, self.store.max_adapter_bytes, self.fetch_retries)
+            yield directory
 
     def _inspect(self, directory: Path, source: str) -> AdapterManifest:
         checked: list[AdapterWeights] = []
@@ -86,6 +119,10 @@ class AdapterReader:
             rank=weights.rank,
             modules=(*(p.name for p in self.arch.projections if p.name in changed), *others),
             num_bytes=weights.num_bytes,
+            shard_bytes=max(
+                cut_shard(weights, self.arch, path.name, rank, self.tp_size, self.dtype).header.num_bytes
+                for rank in range(self.tp_size)
+            ),
         )
 
     def read(self, manifest: AdapterManifest) -> AdapterWeights:
@@ -94,24 +131,32 @@ class AdapterReader:
         Raises:
             AdapterRejectedError: the copy in the store is gone or damaged.
         """
+        return self.keep(manifest) or self._weights(Path(manifest.path))
+
+    def keep(self, manifest: AdapterManifest) -> AdapterWeights | None:
+        """Let the store keep an inspected adapter until it is forgotten; its weights, if they are still in memory.
+
+        Raises:
+            AdapterRejectedError: the copy in the store is gone.
+        """
         version = manifest.version
         with self._lock:
             kept = self._kept.pop(version, None)
             if kept is None and not self.store.take(version):
                 reject(WEIGHTS_FILE, f"adapter {version} is no longer in the store; load it again")
-            if version in self._read:
+            if version in self._in_use:
                 self.store.give_back(version)
-            self._read.add(version)
-        return kept or self._weights(Path(manifest.path))
+            self._in_use.add(version)
+        return kept
 
     def _weights(self, directory: Path) -> AdapterWeights:
         return change_outputs(read_weights(directory, self.arch, self.max_lora_rank), self.arch, self.open_base)
 
     def forget(self, version: str) -> None:
-        """What was read is not used any more, so the store may remove its content."""
+        """An adapter is not used any more, so the store may remove its content."""
         with self._lock:
-            if version in self._read:
-                self._read.discard(version)
+            if version in self._in_use:
+                self._in_use.discard(version)
                 self.store.give_back(version)
 
     def _keep(self, version: str, weights: AdapterWeights) -> None:

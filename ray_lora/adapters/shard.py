@@ -1,25 +1,17 @@
-"""One rank's part of an adapter, cut and laid out as the device's pages take it.
+"""One rank's part of an adapter, laid out as the device's pages take it; `shard_cut.py` makes it.
 
-Column-parallel projections: A whole, B cut with the outputs. Row-parallel: A cut with the inputs, B whole. For each
-module the flat tensor holds A `[rank, in]` and then B transposed `[rank, out]`, so a page of 16 ranks is 16 adjacent
-rows of each. The scale is in B, rounded once from float32.
-
-Changes of outputs are cut with the outputs and stay float32. Ranks of a row-parallel module add up their parts, so all
-of them scale theirs, and rank 0 alone shifts.
+For each module the flat tensor holds A `[rank, in]` and then B transposed `[rank, out]`, so a page of 16 ranks is 16
+adjacent rows of each. The scale is in B, rounded once from float32. Changes of outputs stay float32.
 """
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from ray_lora.adapters.peft_config import reject
-from ray_lora.adapters.peft_targets import NO_LAYER
-from ray_lora.adapters.peft_weights import AdapterWeights, OutputChange
-from ray_lora.adapters.unpaged_cut import cut_unpaged
+from ray_lora.adapters.peft_weights import OutputChange
 from ray_lora.architecture import Architecture
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -95,7 +87,7 @@ class ShardHeader:
     @property
     def outputs_start(self) -> int:
         """Where the changes of outputs begin, in bytes: after A and B."""
-        return _aligned(self.data_bytes)
+        return aligned(self.data_bytes)
 
     @property
     def outputs_end(self) -> int:
@@ -179,73 +171,12 @@ class AdapterShard:
         return _fused({entry.projection for entry in self.outputs}, arch)
 
 
-def _aligned(num_bytes: int) -> int:
+def aligned(num_bytes: int) -> int:
     """Where a number of any type may lie."""
     return -(-num_bytes // 8) * 8
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _place(tensors: Mapping[str, torch.Tensor], end: int) -> Iterator[UnpagedEntry]:
-    """One after another, from `end` on."""
-    for name, tensor in tensors.items():
-        entry = UnpagedEntry(name, tuple(tensor.shape), _name(tensor.dtype), _aligned(end))
-        yield entry
-        end = entry.end
 
 
 def _fused(projections: set[str], arch: Architecture) -> frozenset[str]:
     return frozenset(
         fused.name for fused in arch.fused_linears if any(part.name in projections for part in fused.slices)
     )
-
-
-def shard_weights(
-    weights: AdapterWeights, arch: Architecture, version: str, rank: int, tp_size: int, dtype: torch.dtype
-) -> AdapterShard:
-    """Cut an adapter for tensor-parallel `rank` of `tp_size` and convert it to `dtype`.
-
-    Raises:
-        AdapterRejectedError: a value is beyond the range of `dtype`; `param` is its module.
-    """
-    cuts = {projection.name: projection.shard(rank, tp_size) for projection in arch.projections}
-    styles = {projection.name: projection.style for projection in arch.projections}
-    parts, entries, offset = [], [], 0
-    for (layer, projection), weight in weights.modules.items():
-        lora_a, lora_b = weight.lora_a, weight.lora_b
-        if styles[projection] == "column":
-            lora_b = lora_b[cuts[projection]]
-        else:
-            lora_a = lora_a[:, cuts[projection]]
-        entries.append(ShardEntry(layer, projection, weight.rank, lora_a.shape[1], lora_b.shape[0], offset))
-        parts.append((lora_a, lora_b))
-        offset = entries[-1].end
-    outputs: list[OutputEntry] = []
-    changes: list[OutputChange] = []
-    for (layer, projection), (scale, shift) in weights.outputs.items():
-        if layer == NO_LAYER:
-            continue
-        if styles[projection] == "column":
-            scale, shift = scale[cuts[projection]], shift[cuts[projection]]
-        elif rank != 0:
-            shift = torch.zeros_like(shift)
-        outputs.append(OutputEntry(layer, projection, scale.shape[0], outputs[-1].end if outputs else 0))
-        changes.append(OutputChange(scale, shift))
-    header = ShardHeader(version, _name(dtype), tuple(entries), tuple(outputs))
-    unpaged = cut_unpaged(weights, arch, rank, tp_size, dtype)
-    header = replace(header, unpaged=tuple(_place(unpaged, header.num_bytes)))
-    shard = AdapterShard(header, torch.zeros(header.num_bytes, dtype=torch.uint8))
-    for entry, (lora_a, lora_b) in zip(entries, parts, strict=True):
-        shard.lora_a(entry).copy_(lora_a)
-        shard.lora_b_t(entry).copy_(lora_b.T)
-        if not torch.isfinite(shard.data[entry.offset : entry.end]).all():
-            module = f"model.layers.{entry.layer}.{entry.projection}"
-            reject(module, f"{module} has values beyond the range of {dtype}; set lora_dtype to bfloat16 or float32")
-    for output, change in zip(outputs, changes, strict=True):
-        for target, source in zip(shard.output_change(output), change, strict=True):
-            target.copy_(source)
-    for name, target in shard.unpaged_tensors().items():
-        target.copy_(unpaged[name])
-    return shard

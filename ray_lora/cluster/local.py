@@ -2,7 +2,7 @@
 
 import threading
 
-from ray_lora.adapter import AdapterManifest
+from ray_lora.adapter import AdapterManifest, AdapterValidation
 from ray_lora.cluster.worker import Worker
 from ray_lora.config import EngineConfig
 from ray_lora.step import ModelInfo, StepPlan, StepResult
@@ -27,6 +27,12 @@ class LocalExecutor:
 
     def inspect_adapter(self, source: str) -> AdapterManifest:
         return self._worker.inspect_adapter(source)
+
+    def validate_adapter(self, source: str) -> AdapterValidation:
+        return self._worker.validate_adapter(source)
+
+    def keep_adapter(self, manifest: AdapterManifest) -> None:
+        self._worker.keep_adapter(manifest)
 
     def stage_adapter(self, manifest: AdapterManifest) -> None:
         with self._adapter_lock:

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import time
 from typing import Any
 
 import ray
@@ -14,7 +15,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from ray_lora.adapter import AdapterManifest
+from ray_lora.adapter import AdapterManifest, AdapterValidation
 from ray_lora.cluster.step_link import StepHub
 from ray_lora.cluster.worker import Worker
 from ray_lora.config import MAX_FETCHES, EngineConfig
@@ -74,6 +75,13 @@ class RayTPExecutor:
         manifest: AdapterManifest = self._call_all("inspect_adapter", group, source, workers=self._workers[:1])[0]
         return manifest
 
+    def validate_adapter(self, source: str) -> AdapterValidation:
+        found: AdapterValidation = self._call_all("validate_adapter", "fetches", source, workers=self._workers[:1])[0]
+        return found
+
+    def keep_adapter(self, manifest: AdapterManifest) -> None:
+        self._call_all("keep_adapter", "adapters", manifest, workers=self._workers[:1])
+
     def stage_adapter(self, manifest: AdapterManifest) -> None:
         try:
             self._call_all("stage_adapter", "adapters", manifest)
@@ -82,7 +90,9 @@ class RayTPExecutor:
             raise
 
     def drop_adapter(self, version: str, forget: bool = True) -> None:
-        """Best effort on ranks that are gone: what they held is gone too."""
+        """Nothing to do once a rank is gone: the others end with it."""
+        if self._dead is not None:
+            return
         drops = self._submit("drop_adapter", "adapters", version, forget)
         ray.wait(drops, num_returns=len(drops), timeout=self._config.adapter_load_timeout_s)
 
@@ -131,22 +141,25 @@ class RayTPExecutor:
     def _call_all(
         self, method: str, group: str, *args: Any, workers: list[Any] | None = None, timeout: float | None = None
     ) -> list[Any]:
-        """Call the ranks and wait for all: their results, or an error they raised on purpose, or EngineDeadError."""
-        calls = self._submit(method, group, *args, workers=workers)
-        ready, late = ray.wait(calls, num_returns=len(calls), timeout=timeout)
+        """Call the ranks and wait for all: their results, or an error they raised on purpose, or EngineDeadError.
+
+        A rank that is lost is not waited for, once another one says so.
+        """
+        calls = waiting = self._submit(method, group, *args, workers=workers)
+        deadline = None if timeout is None else time.monotonic() + timeout
         errors: list[RayLoraError] = []
-        deaths = [f"a rank did not answer within {timeout} s"] if late else []
-        for call in ready:
+        while waiting:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            ready, waiting = ray.wait(waiting, num_returns=1, timeout=left)
+            if not ready:
+                raise self._die(f"a rank did not answer within {timeout} s")
             try:
-                ray.get(call)
+                ray.get(ready)
             except RayError as error:
                 cause = error.cause if isinstance(error, RayTaskError) else error
-                if isinstance(cause, RayLoraError) and not isinstance(cause, EngineDeadError):
-                    errors.append(cause)
-                else:
-                    deaths.append(_first_line(cause))
-        if deaths:
-            raise self._die(deaths[0])
+                if not isinstance(cause, RayLoraError) or isinstance(cause, EngineDeadError):
+                    raise self._die(_first_line(cause)) from None
+                errors.append(cause)
         if errors:
             raise errors[0]
         return list(ray.get(calls))

@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from ray_lora.adapter import AdapterManifest
 from ray_lora.adapters.reader import AdapterReader
-from ray_lora.adapters.shard import AdapterShard, ShardHeader, shard_weights
+from ray_lora.adapters.shard import AdapterShard, ShardHeader
+from ray_lora.adapters.shard_cut import shard_weights
 from ray_lora.architecture import Architecture
 from ray_lora.errors import AdapterStagingError, EngineDeadError, RayLoraError
 

@@ -12,7 +12,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from ray_lora.adapter import AdapterManifest
+from ray_lora.adapter import AdapterManifest, AdapterValidation
 from ray_lora.adapters.reader import AdapterReader
 from ray_lora.adapters.shard import AdapterShard
 from ray_lora.adapters.store import AdapterStore
@@ -31,7 +31,7 @@ class Worker:
     """Rank `rank` of `config.tensor_parallel_size`; nothing but `meeting_point` works before `start`.
 
     `execute` is called by one thread; the adapter methods by another, one at a time, while steps run. Only
-    `inspect_adapter` may run in several threads more.
+    `inspect_adapter` and `validate_adapter` may run in several threads more.
     """
 
     def __init__(self, config: EngineConfig, rank: int) -> None:
@@ -72,6 +72,8 @@ class Worker:
                 config.max_lora_rank,
                 self._runner.open_checkpoint,
                 config.adapter_fetch_retries,
+                size,
+                self._runner.adapter_dtype,
             )
         self._staging = AdapterStaging(
             self._runner.arch, self._runner.adapter_dtype, rank, size, adapter_group, self._reader, self.make_digest
@@ -98,6 +100,16 @@ class Worker:
         """On rank 0: read and check an adapter; see `Executor.inspect_adapter`."""
         assert self._reader is not None, "only rank 0 reads adapters"
         return self._reader.inspect(source)
+
+    def validate_adapter(self, source: str) -> AdapterValidation:
+        """On rank 0; see `Executor.validate_adapter`."""
+        assert self._reader is not None, "only rank 0 reads adapters"
+        return self._reader.validate(source)
+
+    def keep_adapter(self, manifest: AdapterManifest) -> None:
+        """On rank 0: its files stay until it is dropped."""
+        assert self._reader is not None, "only rank 0 reads adapters"
+        self._reader.keep(manifest)
 
     def stage_adapter(self, manifest: AdapterManifest) -> None:
         """Receive this rank's part; returns once all ranks agree, raises on every rank if one does not."""

@@ -1,54 +1,48 @@
-"""How adapters come to the ranks and leave them, beside the steps.
-
-Reading, staging and dropping run in threads of their own, one adapter at a time; what changes the registry is called in
-the engine's thread, between two steps.
-"""
+"""How names come to point to adapters, beside the steps: they are fetched, checked, staged, and only then named."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-from ray_lora.adapter import AdapterInfo, AdapterManifest
+from ray_lora.adapter import AdapterInfo, AdapterManifest, AdapterValidation, Refusal
 from ray_lora.config import MAX_FETCHES, EngineConfig
 from ray_lora.engine.adapter_manager import AdapterManager
-from ray_lora.engine.adapter_resolver import AdapterResolver
+from ray_lora.engine.adapter_resolver import AdapterResolver, Candidate
 from ray_lora.engine.executor import Executor
+from ray_lora.engine.host_tier import EngineCall, HostTier
 from ray_lora.engine.shared_calls import SharedCalls
-from ray_lora.errors import AdapterExistsError, CapacityError, EngineDeadError
+from ray_lora.errors import (
+    AdapterExistsError,
+    CapacityError,
+    InvalidRequestError,
+    NotFoundError,
+    RayLoraError,
+)
 from ray_lora.names import check_adapter_name, url_scheme
 
 T = TypeVar("T")
 
-RETRY_S = 0.02
-"""How often a cold adapter looks for room while all of host memory has requests."""
-
-
-class EngineCall(Protocol):
-    """Runs a function in the engine's thread, between two steps."""
-
-    def __call__(self, function: Callable[[], T]) -> Awaitable[T]: ...
-
 
 class AdapterLoader:
-    """Made and used in one event loop."""
+    """Made and used in one event loop. What is begun is carried through even if the caller goes away."""
 
-    def __init__(self, config: EngineConfig, executor: Executor, adapters: AdapterManager, call: EngineCall) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        adapters: AdapterManager,
+        call: EngineCall,
+        resolvers: Sequence[AdapterResolver],
+    ) -> None:
+        self.host = HostTier(config, executor, adapters, call)
         self._config = config
         self._executor = executor
         self._adapters = adapters
         self._call = call
-        self._adapter_lock = asyncio.Lock()
-        self._held: set[str] = set()
-        """Versions that the ranks hold in host memory; read and changed under the lock, as is `_cold`."""
-        self._cold: set[str] = set()
-        """Versions that they held before, and may hold again."""
-        self._resolver: AdapterResolver | None = None
-        if config.lora_resolver_dir is not None:
-            self._resolver = AdapterResolver(Path(config.lora_resolver_dir), config.base_model_name)
-        self._warming: SharedCalls[None] = SharedCalls()
+        self._resolvers = resolvers
         self._resolutions: SharedCalls[None] = SharedCalls()
         self._fetches: SharedCalls[AdapterManifest] = SharedCalls()
         self._fetch_slots = asyncio.Semaphore(MAX_FETCHES)
@@ -59,69 +53,106 @@ class AdapterLoader:
     ) -> tuple[AdapterInfo, bool]:
         """See `AsyncEngine.load_adapter`."""
         check_adapter_name(name, self._config.base_model_name)
-        return await self._carry_through(self._load(name, path, load_inplace, expected_version))
+        return await self._carry_through(self._load(name, Candidate(path), load_inplace, expected_version))
 
     async def unload(self, name: str) -> None:
         """See `AsyncEngine.unload_adapter`."""
 
         async def unload() -> None:
-            async with self._adapter_lock:
+            async with self.host.lock:
                 await self._call(lambda: self._adapters.unregister(name))
 
         await self._carry_through(unload())
 
-    def drop_soon(self, version: str) -> None:
-        """Free a version that neither a name nor a request holds any more."""
-        self._start(self._drop(version))
+    async def pin(self, name: str, is_pinned: bool) -> AdapterInfo:
+        """See `AsyncEngine.pin_adapter`."""
+        return await self._carry_through(self._pin(name) if is_pinned else self._unpin(name))
 
-    async def _load(
-        self, name: str, path: str, load_inplace: bool, expected_version: str | None = None
-    ) -> tuple[AdapterInfo, bool]:
-        manifest = await self._fetch(path) if url_scheme(path) is not None else None
-        async with self._adapter_lock:
-            if manifest is None:
-                manifest = await asyncio.to_thread(self._executor.inspect_adapter, path)
-            checked = partial(self._adapters.check_register, name, manifest, load_inplace, expected_version)
-            if not await self._call(checked):
-                return self._adapters.info(name), False
-            if not await self._stage(manifest):
-                raise CapacityError(
-                    f"{len(self._held)} adapters in host memory, as many as max_cpu_loras allows, all have requests"
-                )
-            await self._call(lambda: self._adapters.register(name, manifest))
-            return self._adapters.info(name), True
-
-    async def _stage(self, manifest: AdapterManifest) -> bool:
-        """Bring an adapter to host memory, in place of the least recently used; false if all there have requests."""
-        if manifest.version in self._held:
-            return True
-        while len(self._held) >= self._config.max_staged_loras:
-            idle = await self._call(lambda: self._adapters.take_idle(self._held))
-            if idle is None:
-                return False
-            await asyncio.to_thread(self._executor.drop_adapter, idle, forget=False)
-            self._held.discard(idle)
-            self._cold.add(idle)
-        await asyncio.to_thread(self._executor.stage_adapter, manifest)
-        self._held.add(manifest.version)
-        self._cold.discard(manifest.version)
-        return True
+    async def validate(self, path: str, name: str | None) -> AdapterValidation:
+        """See `AsyncEngine.validate_adapter`."""
+        if name is not None:
+            check_adapter_name(name, self._config.base_model_name)
+        async with self._fetch_slots:
+            found = await asyncio.to_thread(self._executor.validate_adapter, path)
+        manifest = found.manifest
+        if manifest is not None:
+            try:
+                await self._call(lambda: self._adapters.check_register(name or "", manifest, load_inplace=False))
+            except (InvalidRequestError, CapacityError) as error:
+                refusal = Refusal(str(error), getattr(error, "param", None))
+                return replace(found, refusals=(*found.refusals, refusal))
+        return found
 
     async def make_ready(self, name: str) -> None:
         """Wait until the adapter of this name, if there is one, is in host memory; requests for it wait together."""
-        await self._resolve(name)
-        manifest = self._adapters.find_cold(name)
-        if manifest is not None:
-            await self._warming.run(manifest.version, partial(self._warm, manifest))
+        await self.resolve(name)
+        await self.host.warm_up(name)
 
-    async def _warm(self, manifest: AdapterManifest) -> None:
-        while True:
-            async with self._adapter_lock:
-                if not await self._call(lambda: self._adapters.is_registered(manifest.version)):
-                    return
-                if await self._stage(manifest):
-                    return await self._call(lambda: self._adapters.mark_staged(manifest.version))
-            await asyncio.sleep(RETRY_S)
+    async def resolve(self, name: str) -> None:
+        """Load the adapter of this name from where the resolvers know it, if it is not registered yet."""
+        if self._resolvers and not self._adapters.has_name(name):
+            with suppress(AdapterExistsError):  # somebody has loaded it under this name meanwhile
+                await self._resolutions.run(name, partial(self._resolve, name))
+
+    async def recall(self, name: str, candidate: Candidate) -> None:
+        """See `AsyncEngine.recall_adapter`."""
+        if not self._adapters.has_name(name):
+            await self._resolutions.run(name, partial(self._recall, name, candidate))
+
+    def drop_soon(self, version: str) -> None:
+        """Free a version that neither a name nor a request holds any more."""
+        self._start(self.host.drop(version))
+
+    async def _load(
+        self,
+        name: str,
+        candidate: Candidate,
+        load_inplace: bool,
+        expected_version: str | None = None,
+        makes_room: bool = True,
+    ) -> tuple[AdapterInfo, bool]:
+        """With `makes_room`, others may leave host memory for it."""
+        path = candidate.path
+        manifest = await self._fetch(path) if url_scheme(path) is not None else None
+        async with self.host.lock:
+            if manifest is None:
+                manifest = await asyncio.to_thread(self._executor.inspect_adapter, path)
+            if candidate.version not in (None, manifest.version):
+                raise NotFoundError(f"{manifest.source} has other content now, {manifest.version}", "lora_path")
+            checked = partial(self._adapters.check_register, name, manifest, load_inplace, expected_version)
+            if not await self._call(checked):
+                return self._adapters.info(name), False
+            register = self._adapters.register
+            if makes_room:
+                await self.host.stage(manifest)
+            elif not await self.host.stage_if_room(manifest):
+                register = self._adapters.register_cold
+            await self._call(partial(register, name, manifest))
+            return self._adapters.info(name), True
+
+    async def _resolve(self, name: str) -> None:
+        for resolver in self._resolvers:
+            candidate = await asyncio.to_thread(resolver.find, name)
+            if candidate is not None:
+                await self._load(name, candidate, load_inplace=False)
+                return
+
+    async def _recall(self, name: str, candidate: Candidate) -> None:
+        await self._load(name, candidate, load_inplace=False, makes_room=False)
+
+    async def _pin(self, name: str) -> AdapterInfo:
+        await self._call(lambda: self._adapters.pin(name))
+        try:
+            await self.host.warm_up(name)
+            return self._adapters.info(name)
+        except RayLoraError:
+            with suppress(NotFoundError):
+                await self._call(lambda: self._adapters.unpin(name))
+            raise
+
+    async def _unpin(self, name: str) -> AdapterInfo:
+        await self._call(lambda: self._adapters.unpin(name))
+        return self._adapters.info(name)
 
     async def _fetch(self, url: str) -> AdapterManifest:
         """Inspect a remote adapter, before the lock is taken: other loads do not wait for its download."""
@@ -132,20 +163,6 @@ class AdapterLoader:
 
         return await self._fetches.run(url, inspect)
 
-    async def _resolve(self, name: str) -> None:
-        """Load an adapter of `lora_resolver_dir` that is asked for by name and is not registered yet."""
-        if self._resolver is None or self._adapters.has_name(name):
-            return
-        resolver = self._resolver
-
-        async def load() -> None:
-            path = await asyncio.to_thread(resolver.find, name)
-            if path is not None:
-                await self._load(name, path, load_inplace=False)
-
-        with suppress(AdapterExistsError):  # somebody has loaded it under this name meanwhile
-            await self._resolutions.run(name, load)
-
     async def _carry_through(self, work: Coroutine[Any, Any, T]) -> T:
         return await asyncio.shield(self._start(work))
 
@@ -154,13 +171,3 @@ class AdapterLoader:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-    async def _drop(self, version: str) -> None:
-        """Free a dead version on the ranks, unless it has been registered again or dropped meanwhile."""
-        with suppress(EngineDeadError):  # what dead ranks held is gone
-            async with self._adapter_lock:
-                known = version in self._held or version in self._cold
-                if known and not await self._call(lambda: self._adapters.is_registered(version)):
-                    await asyncio.to_thread(self._executor.drop_adapter, version)
-                    self._held.discard(version)
-                    self._cold.discard(version)

@@ -2,65 +2,51 @@
 
 A name points to an immutable version. A version lives while a name or a request holds it, at least on disk. Its place
 in host memory and its pages may come and go with the need for room: never the first while a request holds it, never the
-second while a running request uses them.
+second while a running request uses them, and neither while a name that points to it is pinned.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterable
 
-from ray_lora.adapter import AdapterInfo, AdapterManifest
-from ray_lora.errors import AdapterExistsError, AdapterRejectedError, NotFoundError, VersionConflictError
+from ray_lora.adapter import AdapterInfo, AdapterManifest, num_pages
+from ray_lora.engine.adapter_pages import AdapterPages
+from ray_lora.engine.adapter_version import Registration, Version
+from ray_lora.errors import (
+    AdapterExistsError,
+    AdapterRejectedError,
+    CapacityError,
+    NotFoundError,
+    VersionConflictError,
+)
 from ray_lora.step import AdapterPlan
 
 
-@dataclass(slots=True, eq=False)
-class Version:
-    """One registered content. Held by names and by requests; `num_running` of the latter pin its pages."""
-
-    manifest: AdapterManifest
-    num_names: int = 0
-    num_requests: int = 0
-    num_running: int = 0
-    is_staged: bool = True
-    """Every rank has it in host memory, from where it is paged in."""
-    pages: tuple[int, ...] | None = None
-    slot: int = -1
-    """Held together with the pages."""
-    last_used: int = 0
-
-    @property
-    def plan(self) -> AdapterPlan:
-        assert self.pages is not None, "planned while not resident"
-        return AdapterPlan(self.manifest.version, self.pages, self.slot)
-
-
 class AdapterManager:
-    """Registers adapters and hands out pages of 16 ranks, and one of `max_resident` slots to each resident adapter."""
+    """Registers adapters, and says which of them give way when host memory or the device needs room."""
 
-    def __init__(self, num_pages: int, max_resident: int, max_rank: int) -> None:
-        self.num_pages = num_pages
-        self.max_resident = max_resident
+    def __init__(
+        self,
+        num_pages: int,
+        max_resident: int,
+        max_rank: int,
+        max_host_bytes: int | None = None,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self.pages = AdapterPages(num_pages, max_resident)
         self.max_rank = max_rank
-        self._names: dict[str, Version] = {}
+        self.max_host_bytes = max_host_bytes
+        self._names: dict[str, Registration] = {}
         self._versions: dict[str, Version] = {}
-        self._free = list(range(num_pages - 1, -1, -1))
-        self._free_slots = list(range(max_resident - 1, -1, -1))
         self._dead: list[str] = []
+        self._now = now
         self._clock = 0
 
     @property
-    def num_free_pages(self) -> int:
-        return len(self._free)
-
-    @property
     def resident(self) -> tuple[str, ...]:
-        return tuple(name for name, version in list(self._names.items()) if version.pages is not None)
+        return tuple(entry.name for entry in list(self._names.values()) if entry.version.pages is not None)
 
     def get(self, name: str) -> Version:
-        version = self._names.get(name)
-        if version is None:
-            raise NotFoundError(f"The lora adapter '{name}' cannot be found.", "lora_name")
-        return version
+        return self._entry(name).version
 
     def has_name(self, name: str) -> bool:
         """Safe to call from another thread than the engine's."""
@@ -68,10 +54,10 @@ class AdapterManager:
 
     def list_adapters(self) -> list[AdapterInfo]:
         """Safe to call from another thread than the engine's."""
-        return [_info(name, version) for name, version in list(self._names.items())]
+        return [entry.info() for entry in list(self._names.values())]
 
     def info(self, name: str) -> AdapterInfo:
-        return _info(name, self.get(name))
+        return self._entry(name).info()
 
     def is_registered(self, version: str) -> bool:
         """Whether a name or a request holds it."""
@@ -79,27 +65,27 @@ class AdapterManager:
 
     def find_cold(self, name: str) -> AdapterManifest | None:
         """The adapter of this name, if it is registered and not in host memory."""
-        version = self._names.get(name)
-        return version.manifest if version is not None and not version.is_staged else None
+        entry = self._names.get(name)
+        return entry.version.manifest if entry is not None and not entry.version.is_staged else None
 
     def take_idle(self, held: Iterable[str]) -> str | None:
-        """Of the versions that the ranks hold, one that is dead, or the least recently used that no request holds."""
+        """Of the versions that the ranks hold, one that is dead, or the least recently used that may leave."""
         versions = {version: self._versions.get(version) for version in held}
         for name, version in versions.items():
             if version is None:
                 return name
-        idle = [version for version in versions.values() if version is not None and version.num_requests == 0]
+        idle = [version for version in versions.values() if version is not None and not version.keeps_staged]
         if not idle:
             return None
         oldest = min(idle, key=lambda version: version.last_used)
         oldest.is_staged = False
-        self._free_pages(oldest)
+        self.pages.free(oldest)
         return oldest.manifest.version
 
     def mark_staged(self, version: str) -> None:
         """Every rank has the version in host memory again; nothing happens if it has died meanwhile."""
         if version in self._versions:
-            self._versions[version].is_staged = True
+            self._stage(self._versions[version])
 
     def check_register(
         self, name: str, manifest: AdapterManifest, load_inplace: bool, expected_version: str | None = None
@@ -110,12 +96,15 @@ class AdapterManager:
             VersionConflictError: the name points to another version than `expected_version`.
             AdapterExistsError: the name has other content and `load_inplace` is not set.
             AdapterRejectedError: LoRA is off, or the rank is above `max_rank`.
+            CapacityError: it does not fit into host memory beside what is pinned, or its name is pinned and the new
+                content would leave others no room.
         """
-        current = self._names.get(name)
-        if current is not None and current.manifest.version == manifest.version:
+        entry = self._names.get(name)
+        current = entry.version.manifest.version if entry is not None else None
+        if current == manifest.version:
             return False
-        if expected_version is not None and (current is None or current.manifest.version != expected_version):
-            points_to = "nothing" if current is None else f"version {current.manifest.version}"
+        if expected_version is not None and current != expected_version:
+            points_to = "nothing" if current is None else f"version {current}"
             raise VersionConflictError(f"'{name}' points to {points_to}, not to {expected_version}", "expected_version")
         if current is not None and not load_inplace:
             raise AdapterExistsError(
@@ -123,28 +112,61 @@ class AdapterManager:
                 "If you want to load the adapter in place, set 'load_inplace' to True.",
                 "lora_name",
             )
-        if self.num_pages == 0:
+        if self.pages.num_pages == 0:
             raise AdapterRejectedError("LoRA is off: max_loras is 0", "lora_path")
         if manifest.rank > self.max_rank:
             raise AdapterRejectedError(f"rank {manifest.rank} exceeds max_lora_rank {self.max_rank}", "r")
+        pinned = self._pinned(instead_of=name)
+        if entry is not None and entry.is_pinned:
+            pinned[manifest.version] = manifest
+            self._check_pins(pinned)
+        self._check_host(pinned, [manifest])
         return True
 
     def register(self, name: str, manifest: AdapterManifest) -> None:
         """Point `name` to a version that every rank has staged; requests on the previous one finish on it."""
-        version = self._versions.setdefault(manifest.version, Version(manifest))
-        version.is_staged = True
-        version.num_names += 1
-        self._touch(version)
-        previous = self._names.get(name)
-        self._names[name] = version
-        if previous is not None:
-            self._drop_name(previous)
+        self._point(name, manifest)
+        self._stage(self._versions[manifest.version])
+
+    def register_cold(self, name: str, manifest: AdapterManifest) -> None:
+        """Point `name` to a version that waits on disk, unless host memory has it."""
+        self._point(name, manifest)
 
     def unregister(self, name: str) -> None:
         """Forget a name; requests that hold its version finish on it."""
-        version = self.get(name)
+        entry = self._entry(name)
         del self._names[name]
-        self._drop_name(version)
+        self._drop_name(entry)
+
+    def pin(self, name: str) -> None:
+        """Keep a name's adapter in host memory and on the device, each from when it gets there.
+
+        Raises:
+            NotFoundError: there is none of that name.
+            CapacityError: the pinned ones would leave no room for others.
+        """
+        entry = self._entry(name)
+        if not entry.is_pinned:
+            pinned = self._pinned() | {entry.version.manifest.version: entry.version.manifest}
+            self._check_pins(pinned)
+            self._check_host(pinned, [version.manifest for version in self._versions.values()])
+            entry.is_pinned = True
+            entry.version.num_pins += 1
+
+    def unpin(self, name: str) -> None:
+        """Let a name's adapter give way again.
+
+        Raises:
+            NotFoundError: there is none of that name.
+        """
+        entry = self._entry(name)
+        if entry.is_pinned:
+            entry.is_pinned = False
+            entry.version.num_pins -= 1
+
+    def mark_used(self, name: str, at: float | None = None) -> None:
+        """Tell that a request came for this name, now or at a time before."""
+        self._entry(name).last_used_at = self._now() if at is None else at
 
     def hold(self, version: Version) -> None:
         """A request needs this version until `let_go`."""
@@ -162,35 +184,16 @@ class AdapterManager:
 
     def can_activate(self, version: Version) -> bool:
         """Whether `activate` would succeed."""
-        if version.pages is not None:
-            return True
-        idle = [other for other in self._versions.values() if other.pages is not None and other.num_running == 0]
-        num_busy = sum(other.pages is not None for other in self._versions.values()) - len(idle)
-        pages = len(self._free) + sum(len(other.pages or ()) for other in idle)
-        return version.manifest.num_pages <= pages and num_busy < self.max_resident
+        return self.pages.can_take(version)
 
     def activate(self, version: Version) -> AdapterPlan | None:
-        """Pin a version's pages for one running request; returns what to page in, if it was not resident.
+        """Keep a version's pages for one running request; returns what to page in, if it was not resident.
 
-        The least recently used idle adapters give up their pages as needed. Ask `can_activate` first.
+        Others give up their pages as needed. Ask `can_activate` first.
         """
         self._touch(version)
         version.num_running += 1
-        if version.pages is not None:
-            return None
-        resident = sorted(
-            (other for other in self._versions.values() if other.pages is not None), key=lambda v: v.last_used
-        )
-        num_resident = len(resident)
-        for other in resident:
-            if len(self._free) >= version.manifest.num_pages and num_resident < self.max_resident:
-                break
-            if other.num_running == 0:
-                self._free_pages(other)
-                num_resident -= 1
-        version.pages = tuple(self._free.pop() for _ in range(version.manifest.num_pages))
-        version.slot = self._free_slots.pop()
-        return version.plan
+        return version.plan if self.pages.take(version) else None
 
     def deactivate(self, version: Version) -> None:
         """A running request no longer uses the version; its pages stay until the room is needed."""
@@ -199,50 +202,78 @@ class AdapterManager:
 
     def check_integrity(self) -> None:
         """Assert that every page and slot is free or belongs to exactly one version, and that counts make sense."""
-        pages, slots = list(self._free), list(self._free_slots)
         for version in self._versions.values():
             assert version.num_names + version.num_requests > 0, "a dead version lingers"
             assert 0 <= version.num_running <= version.num_requests
+            assert 0 <= version.num_pins <= version.num_names
             assert version.num_running == 0 or version.pages is not None, "running without pages"
             assert version.is_staged or version.pages is None, "on the device, and not in host memory"
             assert version.num_requests == 0 or version.is_staged, "a request's adapter has left host memory"
-            if version.pages is not None:
-                pages.extend(version.pages)
-                slots.append(version.slot)
-        assert sorted(pages) == list(range(self.num_pages)), "a page is lost or shared"
-        assert sorted(slots) == list(range(self.max_resident)), "a slot is lost or shared"
-        assert sum(version.pages is not None for version in self._versions.values()) <= self.max_resident
+        self.pages.check_integrity(self._versions.values())
+
+    def _entry(self, name: str) -> Registration:
+        entry = self._names.get(name)
+        if entry is None:
+            raise NotFoundError(f"The lora adapter '{name}' cannot be found.", "lora_name")
+        return entry
+
+    def _pinned(self, instead_of: str | None = None) -> dict[str, AdapterManifest]:
+        """By version, of all names but one."""
+        entries = [entry for entry in self._names.values() if entry.is_pinned and entry.name != instead_of]
+        return {entry.version.manifest.version: entry.version.manifest for entry in entries}
+
+    def _check_pins(self, pinned: dict[str, AdapterManifest]) -> None:
+        """On the device there must be room for another one, whatever its rank."""
+        pages = self.pages
+        left, needed = pages.num_pages - sum(each.num_pages for each in pinned.values()), num_pages(self.max_rank)
+        if len(pinned) >= pages.max_resident:
+            raise CapacityError(f"pinning {len(pinned)} of max_loras {pages.max_resident} leaves none for others")
+        if left < needed:
+            raise CapacityError(
+                f"pinning would leave {left} of {pages.num_pages} pages; an adapter of max_lora_rank {self.max_rank} "
+                f"needs {needed}"
+            )
+
+    def _check_host(self, pinned: dict[str, AdapterManifest], others: Iterable[AdapterManifest]) -> None:
+        """In host memory there must be room for each of the others beside the pinned ones."""
+        if self.max_host_bytes is None:
+            return
+        taken = sum(each.shard_bytes for each in pinned.values())
+        largest = max((each.shard_bytes for each in others if each.version not in pinned), default=0)
+        if taken + largest > self.max_host_bytes:
+            raise CapacityError(
+                f"{taken} bytes of pinned adapters and {largest} of another one exceed max_cpu_lora_bytes "
+                f"{self.max_host_bytes}"
+            )
+
+    def _point(self, name: str, manifest: AdapterManifest) -> None:
+        version = self._versions.setdefault(manifest.version, Version(manifest))
+        previous = self._names.get(name)
+        entry = Registration(name, version)
+        if previous is not None:
+            entry.is_pinned, entry.last_used_at = previous.is_pinned, previous.last_used_at
+        version.num_names += 1
+        version.num_pins += entry.is_pinned
+        self._touch(version)
+        self._names[name] = entry
+        if previous is not None:
+            self._drop_name(previous)
+
+    def _stage(self, version: Version) -> None:
+        version.num_stagings += not version.is_staged
+        version.is_staged = True
 
     def _touch(self, version: Version) -> None:
         self._clock += 1
         version.last_used = self._clock
 
-    def _drop_name(self, version: Version) -> None:
-        version.num_names -= 1
-        self._bury_if_dead(version)
+    def _drop_name(self, entry: Registration) -> None:
+        entry.version.num_names -= 1
+        entry.version.num_pins -= entry.is_pinned
+        self._bury_if_dead(entry.version)
 
     def _bury_if_dead(self, version: Version) -> None:
         if version.num_names == 0 and version.num_requests == 0:
-            self._free_pages(version)
+            self.pages.free(version)
             del self._versions[version.manifest.version]
             self._dead.append(version.manifest.version)
-
-    def _free_pages(self, version: Version) -> None:
-        if version.pages is not None:
-            self._free.extend(reversed(version.pages))
-            self._free_slots.append(version.slot)
-            version.pages = None
-
-
-def _info(name: str, version: Version) -> AdapterInfo:
-    manifest = version.manifest
-    return AdapterInfo(
-        name=name,
-        version=manifest.version,
-        source=manifest.source,
-        rank=manifest.rank,
-        num_pages=manifest.num_pages,
-        resident=version.pages is not None,
-        tier="device" if version.pages is not None else "host" if version.is_staged else "disk",
-        num_requests=version.num_requests,
-    )

@@ -3,13 +3,15 @@
 import asyncio
 import queue
 import threading
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
-from ray_lora.adapter import AdapterInfo
+from ray_lora.adapter import AdapterInfo, AdapterValidation, Tier, TierUse
 from ray_lora.config import EngineConfig
 from ray_lora.engine.adapter_loader import AdapterLoader
+from ray_lora.engine.adapter_resolver import AdapterResolver, Candidate, DirectoryResolver
 from ray_lora.engine.completion import RequestGroup, Tokenizer
 from ray_lora.engine.deadlines import Deadlines
 from ray_lora.engine.engine_core import EngineCore, Event
@@ -33,7 +35,17 @@ class AsyncEngine:
     their commit is such a function.
     """
 
-    def __init__(self, config: EngineConfig, executor: Executor, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        tokenizer: Tokenizer,
+        resolvers: Sequence[AdapterResolver] = (),
+    ) -> None:
+        """
+        Args:
+            resolvers: know adapters that are loaded on first use, those of `lora_resolver_dir` aside.
+        """
         self.config = config
         self.info: ModelInfo = executor.info
         self._executor = executor
@@ -43,7 +55,10 @@ class AsyncEngine:
         self._inbox_lock = threading.Lock()
         self._streams: dict[RequestGroup, Stream] = {}
         self._dead: EngineDeadError | None = None
-        self._loader = AdapterLoader(config, executor, self._core.adapters, self._call)
+        if config.lora_resolver_dir is not None:
+            directory = DirectoryResolver(Path(config.lora_resolver_dir), config.base_model_name)
+            resolvers = (*resolvers, directory)
+        self._loader = AdapterLoader(config, executor, self._core.adapters, self._call, resolvers)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -105,8 +120,49 @@ class AsyncEngine:
         """Forget a name. Requests on it finish; its memory is freed when the last one has."""
         await self._loader.unload(name)
 
+    async def resolve_adapter(self, name: str) -> None:
+        """Load the adapter of this name if a resolver knows it and it is not registered yet."""
+        await self._loader.resolve(name)
+
+    async def recall_adapter(self, name: str, candidate: Candidate) -> None:
+        """Register an adapter that was here before: in host memory if there is room, on disk if not.
+
+        Raises:
+            InvalidRequestError, NotFoundError: its content is lost.
+        """
+        await self._loader.recall(name, candidate)
+
+    async def load_configured(self, name: str, path: str) -> None:
+        """Load an adapter of `lora_modules`."""
+        await self._loader.load(name, path, load_inplace=False)
+
+    async def mark_used(self, name: str, at: float) -> None:
+        """Tell when a request last came for this name, in seconds since the epoch."""
+        await self._call(lambda: self._core.adapters.mark_used(name, at))
+
+    async def pin_adapter(self, name: str, is_pinned: bool = True) -> AdapterInfo:
+        """Bring an adapter to host memory and keep it there, and on the device from its next request on; or no longer.
+
+        Raises:
+            NotFoundError: there is none of that name.
+            CapacityError: the pinned ones would leave no room for others.
+        """
+        return await self._loader.pin(name, is_pinned)
+
+    async def validate_adapter(self, path: str, name: str | None = None) -> AdapterValidation:
+        """What loading an adapter, under this name, would do. Nothing that is served changes.
+
+        Raises:
+            InvalidRequestError, NotFoundError: there is no adapter at that path, or the name is none.
+        """
+        return await self._loader.validate(path, name)
+
     def list_adapters(self) -> list[AdapterInfo]:
         return self._core.adapters.list_adapters()
+
+    def adapter_tiers(self) -> dict[Tier, TierUse]:
+        """How full the device and host memory are."""
+        return {"device": self._core.adapters.pages.use(self.info.lora_page_bytes), "host": self._loader.host.use()}
 
     def stats(self) -> EngineStats:
         return self._core.stats()

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from ray_lora.config import EngineConfig
-from ray_lora.engine.adapter_manager import AdapterManager, Version
+from ray_lora.engine.adapter_manager import AdapterManager
+from ray_lora.engine.adapter_version import Version
 from ray_lora.engine.block_manager import BlockManager
 from ray_lora.engine.completion import Completion, RequestGroup, Tokenizer
 from ray_lora.engine.executor import Executor
@@ -29,7 +30,9 @@ class EngineCore:
         self.info = info
         self.executor = executor
         self.tokenizer = tokenizer
-        self.adapters = AdapterManager(config.num_lora_pages, config.max_loras, config.max_lora_rank)
+        self.adapters = AdapterManager(
+            config.num_lora_pages, config.max_loras, config.max_lora_rank, config.max_cpu_lora_bytes
+        )
         self.scheduler = Scheduler(
             BlockManager(
                 info.num_kv_blocks,
@@ -63,6 +66,8 @@ class EngineCore:
         prompt = request.prompt
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         self._check(request, token_ids)
+        if request.adapter is not None:
+            self.adapters.mark_used(request.adapter)
         if not request.request_id:
             request = replace(request, request_id=f"req-{uuid.uuid4().hex}")
         params = request.sampling_params
@@ -118,8 +123,8 @@ class EngineCore:
             running_adapters=self._names_of(list(scheduler.running)),
             waiting_adapters=self._names_of(list(scheduler.waiting)),
             resident_adapters=self.adapters.resident,
-            num_lora_pages=self.adapters.num_pages,
-            num_free_lora_pages=self.adapters.num_free_pages,
+            num_lora_pages=self.adapters.pages.num_pages,
+            num_free_lora_pages=self.adapters.pages.num_free,
         )
 
     def _push(self, completion: Completion, news: NewToken) -> CompletionDelta:

@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from ray_lora.adapter import AdapterManifest
+from ray_lora.adapter import AdapterManifest, AdapterValidation
 from ray_lora.step import ModelInfo, StepPlan, StepResult
 
 
@@ -24,6 +24,20 @@ class Executor(Protocol):
 
         Raises:
             AdapterRejectedError, InvalidRequestError, NotFoundError: what is wrong with it, naming the field.
+        """
+
+    def validate_adapter(self, source: str) -> AdapterValidation:
+        """What `inspect_adapter` would say, with every refusal in place of the first error.
+
+        Raises:
+            InvalidRequestError, NotFoundError: there is no adapter at `source`.
+        """
+
+    def keep_adapter(self, manifest: AdapterManifest) -> None:
+        """Keep an inspected adapter's files, from where it can be staged, until it is dropped.
+
+        Raises:
+            AdapterRejectedError: they are gone already.
         """
 
     def stage_adapter(self, manifest: AdapterManifest) -> None:

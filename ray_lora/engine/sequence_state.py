@@ -1,6 +1,6 @@
 """One completion on its way through the scheduler."""
 
-from ray_lora.engine.adapter_manager import Version
+from ray_lora.engine.adapter_version import Version
 from ray_lora.engine.block_manager import root_key
 from ray_lora.request import FinishReason, SamplingParams
 from ray_lora.step import TokenLogprobs

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ray_lora.adapter import PAGE_RANK
 from ray_lora.adapters.shard import AdapterShard
-from ray_lora.architecture import Architecture
+from ray_lora.architecture import Architecture, Projection
 from ray_lora.model.unpaged_part import UnpagedPart
 from ray_lora.step import AdapterPlan
 
@@ -57,13 +57,9 @@ class AdapterPool:
         for fused in arch.fused_linears:
             offsets = [0]
             for index, projection in enumerate(fused.slices):
-                part = projection.shard(rank, tp_size)
-                width = part.stop - part.start if projection.style == "column" else projection.out_features
-                offsets.append(offsets[-1] + width)
+                in_features, out_features = _local_sizes(projection, rank, tp_size)
+                offsets.append(offsets[-1] + out_features)
                 self._places[projection.name] = (fused.name, index)
-            first = fused.slices[0]
-            part = first.shard(rank, tp_size)
-            in_features = part.stop - part.start if first.style == "row" else first.in_features
             shape_a = (arch.num_layers, num_pages, len(fused.slices), PAGE_RANK, in_features)
             shape_b = (arch.num_layers, num_pages, PAGE_RANK, offsets[-1])
             shape_outputs = (arch.num_layers, num_slots, offsets[-1])
@@ -114,3 +110,18 @@ class AdapterPool:
             columns = slice(fused.slices[index], fused.slices[index + 1])
             fused.scale[entry.layer, slot, columns] = change.scale
             fused.shift[entry.layer, slot, columns] = change.shift
+
+
+def page_bytes(arch: Architecture, tp_size: int, dtype: torch.dtype) -> int:
+    """Size of one page over all layers of one rank; ranks do not differ."""
+    sizes = [_local_sizes(projection, 0, tp_size) for fused in arch.fused_linears for projection in fused.slices]
+    return arch.num_layers * PAGE_RANK * sum(map(sum, sizes)) * dtype.itemsize
+
+
+def _local_sizes(projection: Projection, rank: int, tp_size: int) -> tuple[int, int]:
+    """Inputs and outputs of this rank's part."""
+    part = projection.shard(rank, tp_size)
+    width = part.stop - part.start
+    if projection.style == "column":
+        return projection.in_features, width
+    return width, projection.out_features

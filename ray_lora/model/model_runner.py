@@ -12,7 +12,7 @@ from ray_lora.architecture import Architecture, read_architecture
 from ray_lora.backends.base import Backend
 from ray_lora.config import EngineConfig
 from ray_lora.errors import ConfigError
-from ray_lora.model.adapter_pool import AdapterPool
+from ray_lora.model.adapter_pool import AdapterPool, page_bytes
 from ray_lora.model.batch import Batch, build_batch
 from ray_lora.model.checkpoint import Checkpoint
 from ray_lora.model.kv_cache import KVCache, block_bytes
@@ -36,7 +36,7 @@ class ModelRunner:
         dtype = resolve_dtype(config.dtype, arch, backend)
         self.arch = arch
         self.adapter_dtype = dtype if config.lora_dtype == "auto" else DTYPES[config.lora_dtype]
-        self.info = model_info(config, arch, parallel.size, dtype)
+        self.info = model_info(config, arch, parallel.size, dtype, self.adapter_dtype)
         self._parallel = parallel
         self._backend = backend
         self._block_size = config.block_size
@@ -165,7 +165,9 @@ def resolve_dtype(name: str, arch: Architecture, backend: Backend) -> torch.dtyp
     return DTYPES[name]
 
 
-def model_info(config: EngineConfig, arch: Architecture, tp_size: int, dtype: torch.dtype) -> ModelInfo:
+def model_info(
+    config: EngineConfig, arch: Architecture, tp_size: int, dtype: torch.dtype, adapter_dtype: torch.dtype
+) -> ModelInfo:
     """What this rank can serve within its configured memory.
 
     Raises:
@@ -184,4 +186,11 @@ def model_info(config: EngineConfig, arch: Architecture, tp_size: int, dtype: to
             f"max_model_len is {max_model_len}; give at least {needed * bytes_per_block} bytes or lower max_model_len"
         )
     has_stable_prefixes = arch.rope.rope_type != "dynamic" or max_model_len <= arch.max_position_embeddings
-    return ModelInfo(arch.vocab_size, max_model_len, num_blocks, arch.eos_token_ids, has_stable_prefixes)
+    return ModelInfo(
+        arch.vocab_size,
+        max_model_len,
+        num_blocks,
+        arch.eos_token_ids,
+        page_bytes(arch, tp_size, adapter_dtype),
+        has_stable_prefixes,
+    )

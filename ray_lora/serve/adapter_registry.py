@@ -1,30 +1,47 @@
-"""What was loaded over HTTP or a handle, in a file: a replica that starts again loads it again."""
+"""What was loaded and pinned at run time, in a file: a replica that starts again has it again."""
 
 import logging
+import os
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from ray_lora.names import without_credentials
 
 logger = logging.getLogger("ray.serve")
 
-_SCHEMA = "CREATE TABLE IF NOT EXISTS adapters (name TEXT PRIMARY KEY, version TEXT NOT NULL, source TEXT NOT NULL)"
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS adapters (name TEXT PRIMARY KEY, version TEXT NOT NULL, source TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS settings (name TEXT PRIMARY KEY, pinned INTEGER NOT NULL DEFAULT 0, last_used REAL);
+"""
 _BUSY_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterSettings:
+    """What belongs to a name, wherever its content comes from."""
+
+    pinned: bool = False
+    last_used: float | None = None
+    """Seconds since the epoch."""
+
+
+@dataclass(frozen=True, slots=True)
 class RegistryEntry:
-    """A registered name: the digest of its content, and where that was loaded from."""
+    """A name that was registered: the digest of its content, and where that was loaded from."""
 
     name: str
     version: str
     source: str
+    """Without a URL's credentials."""
+    settings: AdapterSettings = field(default_factory=AdapterSettings)
 
 
 class AdapterRegistry:
-    """A small SQLite database. Replicas may share it: all of them write the same.
+    """A small SQLite database that its owner alone may read. Replicas may share it: all of them write the same.
 
     A file that is damaged is set aside, with a complaint in the log, and a new one is begun.
     """
@@ -33,7 +50,7 @@ class AdapterRegistry:
         self.path = path.expanduser()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            self.entries()
+            self._prepare()
         except sqlite3.DatabaseError as error:
             if isinstance(error, sqlite3.OperationalError):
                 raise
@@ -42,27 +59,72 @@ class AdapterRegistry:
             logger.error(
                 "lora_registry_path: %s is damaged (%s); it is now %s, and a new one begins", path, error, aside
             )
+            self._prepare()
 
     def entries(self) -> list[RegistryEntry]:
-        """All names, in the order they were registered."""
-        with self._connection() as connection:
-            rows = connection.execute("SELECT name, version, source FROM adapters ORDER BY rowid").fetchall()
-        return [RegistryEntry(*row) for row in rows]
+        """All registered names; the pinned ones first, then the most recently used."""
+        return self._select("ORDER BY IFNULL(pinned, 0) DESC, last_used DESC NULLS LAST, adapters.rowid")
 
-    def put(self, entry: RegistryEntry) -> None:
+    def find(self, name: str) -> RegistryEntry | None:
+        return next(iter(self._select("WHERE name = ?", name)), None)
+
+    def settings(self, name: str) -> AdapterSettings:
+        """Of any name; the default ones if nothing was said of it."""
+        with self._connection() as connection:
+            row = connection.execute("SELECT pinned, last_used FROM settings WHERE name = ?", (name,)).fetchone()
+        return AdapterSettings() if row is None else AdapterSettings(bool(row[0]), row[1])
+
+    def put(self, name: str, version: str, source: str) -> None:
+        """Point a name, new or known, to a content."""
         with self._connection() as connection:
             connection.execute(
                 "INSERT INTO adapters VALUES (?, ?, ?) ON CONFLICT (name) "
                 "DO UPDATE SET version = excluded.version, source = excluded.source",
-                (entry.name, entry.version, entry.source),
+                (name, version, without_credentials(source)),
             )
 
     def remove(self, name: str) -> None:
+        """Forget a name and its settings."""
         with self._connection() as connection:
             connection.execute("DELETE FROM adapters WHERE name = ?", (name,))
+            connection.execute("DELETE FROM settings WHERE name = ?", (name,))
+
+    def set_pinned(self, name: str, is_pinned: bool) -> None:
+        with self._connection() as connection:
+            connection.execute(
+                "INSERT INTO settings (name, pinned) VALUES (?, ?) ON CONFLICT (name) "
+                "DO UPDATE SET pinned = excluded.pinned",
+                (name, is_pinned),
+            )
+
+    def set_last_used(self, times: Mapping[str, float]) -> None:
+        """By name, in seconds since the epoch; of two replicas' times the later one stays."""
+        with self._connection() as connection:
+            connection.executemany(
+                "INSERT INTO settings (name, last_used) VALUES (?, ?) ON CONFLICT (name) "
+                "DO UPDATE SET last_used = MAX(excluded.last_used, IFNULL(last_used, 0))",
+                times.items(),
+            )
+
+    def _prepare(self) -> None:
+        os.close(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600))
+        with self._connection() as connection:
+            connection.executescript(_SCHEMA)
+        self.entries()
+
+    def _select(self, which: str, *parameters: str) -> list[RegistryEntry]:
+        with self._connection() as connection:
+            rows = connection.execute(
+                "SELECT name, version, source, IFNULL(pinned, 0), last_used FROM adapters "
+                f"LEFT JOIN settings USING (name) {which}",
+                parameters,
+            ).fetchall()
+        return [
+            RegistryEntry(name, version, source, AdapterSettings(bool(pinned), last_used))
+            for name, version, source, pinned, last_used in rows
+        ]
 
     @contextmanager
     def _connection(self) -> Iterator[sqlite3.Connection]:
         with closing(sqlite3.connect(self.path, timeout=_BUSY_S)) as connection, connection:
-            connection.execute(_SCHEMA)
             yield connection

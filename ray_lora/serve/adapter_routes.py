@@ -1,14 +1,17 @@
-"""Loading and unloading adapters over HTTP, with vLLM's fields, answers and error texts; and listing them."""
+"""Loading and unloading adapters over HTTP, with vLLM's fields, answers and error texts; and what else is
+asked of them: whether one would be taken, to stay, where they are."""
 
 from dataclasses import asdict
+from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
+from ray_lora.adapter import AdapterValidation
 from ray_lora.errors import InvalidRequestError, NotFoundError, VersionConflictError
 from ray_lora.serve.access import tenant_of
 from ray_lora.serve.http_errors import error_response
-from ray_lora.serve.openai_types import LoadLoraRequest, UnloadLoraRequest
+from ray_lora.serve.openai_types import LoadLoraRequest, UnloadLoraRequest, ValidateLoraRequest
 from ray_lora.serve.request_body import parse_body
 from ray_lora.serve.served_model import ServedModel
 
@@ -18,6 +21,24 @@ VERSION_HEADER = "x-adapter-version"
 
 
 def add_adapter_routes(app: APIRouter, served: ServedModel) -> None:
+    async def _validation(found: AdapterValidation) -> dict[str, Any]:
+        """A refused adapter is an answer, not an error: the question was whether it would be."""
+        refusals = [asdict(refusal) for refusal in found.refusals]
+        manifest = found.manifest
+        if manifest is None:
+            return {"valid": False, "refusals": refusals}
+        page_bytes = (await served.info()).lora_page_bytes
+        return {
+            "valid": not refusals,
+            "refusals": refusals,
+            "version": manifest.version,
+            "rank": manifest.rank,
+            "modules": manifest.modules,
+            "num_pages": manifest.num_pages,
+            "num_bytes": manifest.shard_bytes,
+            "device_bytes": manifest.num_pages * page_bytes,
+        }
+
     @app.post("/v1/load_lora_adapter")
     async def load_lora_adapter(request: Request) -> Response:
         try:
@@ -49,10 +70,30 @@ def add_adapter_routes(app: APIRouter, served: ServedModel) -> None:
         await served.client.unload_adapter(body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
+    @app.post("/v1/validate_lora_adapter")
+    async def validate_lora_adapter(request: Request) -> Response:
+        body = parse_body(ValidateLoraRequest, await request.body())
+        found = await served.client.validate_adapter(body.lora_path, body.lora_name)
+        return JSONResponse(await _validation(found))
+
+    @app.post("/v1/adapters/{name}/pin")
+    async def pin_adapter(name: str) -> Response:
+        return JSONResponse(asdict(await served.client.pin_adapter(name, True)))
+
+    @app.post("/v1/adapters/{name}/unpin")
+    async def unpin_adapter(name: str) -> Response:
+        return JSONResponse(asdict(await served.client.pin_adapter(name, False)))
+
     @app.get("/v1/adapters")
     async def list_adapters(request: Request) -> Response:
-        adapters = await served.list_adapters(tenant_of(request))
-        return JSONResponse({"object": "list", "data": [asdict(info) for info in adapters]})
+        """How full the tiers are is for those to see who see all adapters."""
+        tenant = tenant_of(request)
+        adapters = await served.list_adapters(tenant)
+        answer = {"object": "list", "data": [asdict(info) for info in adapters]}
+        if tenant.sees_everything:
+            replicas = await served.client.adapter_tiers()
+            answer["tiers"] = [{tier: asdict(use) for tier, use in replica.items()} for replica in replicas]
+        return JSONResponse(answer)
 
     @app.get("/v1/adapters/{name}")
     async def get_adapter(name: str, request: Request) -> Response:

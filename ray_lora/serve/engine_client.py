@@ -3,7 +3,7 @@
 from collections.abc import AsyncGenerator
 from typing import Protocol
 
-from ray_lora.adapter import AdapterInfo
+from ray_lora.adapter import AdapterInfo, AdapterValidation, Tier, TierUse
 from ray_lora.request import GenerateChunk, GenerateRequest
 from ray_lora.stats import EngineStats
 from ray_lora.step import ModelInfo
@@ -23,7 +23,16 @@ class EngineClient(Protocol):
     async def unload_adapter(self, name: str) -> None:
         """Unload an adapter on every replica."""
 
+    async def pin_adapter(self, name: str, is_pinned: bool) -> AdapterInfo:
+        """Pin or unpin an adapter on every replica."""
+
+    async def validate_adapter(self, path: str, name: str | None) -> AdapterValidation:
+        """What a load would do."""
+
     async def list_adapters(self) -> list[AdapterInfo]: ...
+
+    async def adapter_tiers(self) -> list[dict[Tier, TierUse]]:
+        """One entry per replica, as are `stats`."""
 
     async def stats(self) -> list[EngineStats]:
         """One entry per replica."""

@@ -15,7 +15,7 @@ from typing import Any
 from fastapi import FastAPI
 from ray.serve.handle import DeploymentHandle
 
-from ray_lora.adapter import AdapterInfo
+from ray_lora.adapter import AdapterInfo, AdapterValidation
 from ray_lora.config import EngineConfig
 from ray_lora.request import GenerateChunk, GenerateRequest, RequestOutput
 from ray_lora.serve.call_kind import is_streaming_call
@@ -88,6 +88,23 @@ class Ingress:
             NotFoundError: there is none of that name.
         """
         await self._client.unload_adapter(name)
+
+    async def pin_adapter(self, name: str, is_pinned: bool = True) -> AdapterInfo:
+        """Keep an adapter in host memory, and on the device from its next request on; or no longer.
+
+        Raises:
+            NotFoundError: there is none of that name.
+            CapacityError: the pinned ones would leave no room for others.
+        """
+        return await self._client.pin_adapter(name, is_pinned)
+
+    async def validate_adapter(self, path: str, name: str | None = None) -> AdapterValidation:
+        """What loading an adapter, under this name, would do; nothing changes.
+
+        Raises:
+            InvalidRequestError, NotFoundError: there is no adapter at that path, or the name is none.
+        """
+        return await self._client.validate_adapter(path, name)
 
     async def list_adapters(self) -> list[AdapterInfo]:
         return await self._client.list_adapters()

@@ -11,11 +11,11 @@ from ray_lora.tenant import ApiKey, hash_key
 
 
 @click.group("key")
-def key_group() -> None:
+def key_command() -> None:
     """Make API keys."""
 
 
-@key_group.command("new")
+@key_command.command("new")
 @click.argument("name")
 @click.option("--adapters", default="*", show_default=True, help="Names it may use, with commas and *.")
 @click.option("--may-load", is_flag=True, help="It may load, replace and unload adapters of these names.")

@@ -114,7 +114,7 @@ def _model_card(name: str, root: str, parent: str | None, created: int) -> dict[
 
 
 def _adapter_fields(adapter: AdapterInfo) -> dict[str, Any]:
-    return {"version": adapter.version, "rank": adapter.rank, "resident": adapter.resident}
+    return {"version": adapter.version, "rank": adapter.rank, "tier": adapter.tier}
 
 
 def _without_tokens(output: RequestOutput) -> RequestOutput:

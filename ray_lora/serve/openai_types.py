@@ -208,6 +208,14 @@ class LoadLoraRequest(RequestBody):
     expected_version: str | None = None
 
 
+class ValidateLoraRequest(RequestBody):
+    """`POST /v1/validate_lora_adapter`"""
+
+    lora_path: str
+    lora_name: str | None = None
+    """Under which it would be loaded."""
+
+
 class UnloadLoraRequest(RequestBody):
     """`POST /v1/unload_lora_adapter`"""
 

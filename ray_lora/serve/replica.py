@@ -5,17 +5,19 @@ import os
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from ray import serve
 
-from ray_lora.adapter import AdapterInfo
+from ray_lora.adapter import AdapterInfo, AdapterValidation, Tier, TierUse
 from ray_lora.config import EngineConfig
 from ray_lora.errors import RayLoraError
 from ray_lora.request import GenerateChunk, GenerateRequest
 from ray_lora.serve.outbox import Outbox
 from ray_lora.stats import EngineStats
 from ray_lora.step import ModelInfo
+
+T = TypeVar("T")
 
 FORGET_S = 60.0
 """An outbox that nobody has come for is dropped after this; its ingress is gone."""
@@ -31,7 +33,10 @@ class Engine(Protocol):
         self, name: str, path: str, load_inplace: bool = False, expected_version: str | None = None
     ) -> tuple[AdapterInfo, bool]: ...
     async def unload_adapter(self, name: str) -> None: ...
+    async def pin_adapter(self, name: str, is_pinned: bool = True) -> AdapterInfo: ...
+    async def validate_adapter(self, path: str, name: str | None = None) -> AdapterValidation: ...
     def list_adapters(self) -> list[AdapterInfo]: ...
+    def adapter_tiers(self) -> dict[Tier, TierUse]: ...
     def stats(self) -> EngineStats: ...
     async def check_health(self) -> None: ...
     async def shutdown(self) -> None: ...
@@ -88,21 +93,22 @@ class LLMReplica:
     async def load_adapter(
         self, name: str, path: str, load_inplace: bool = False, expected_version: str | None = None
     ) -> tuple[AdapterInfo, bool] | RayLoraError:
-        """Errors are returned, not raised, so that Serve does not log a caller's mistake as a failure."""
-        try:
-            return await self._engine.load_adapter(name, path, load_inplace, expected_version)
-        except RayLoraError as error:
-            return error
+        return await _told(self._engine.load_adapter(name, path, load_inplace, expected_version))
 
     async def unload_adapter(self, name: str) -> RayLoraError | None:
-        try:
-            await self._engine.unload_adapter(name)
-        except RayLoraError as error:
-            return error
-        return None
+        return await _told(self._engine.unload_adapter(name))
+
+    async def pin_adapter(self, name: str, is_pinned: bool) -> AdapterInfo | RayLoraError:
+        return await _told(self._engine.pin_adapter(name, is_pinned))
+
+    async def validate_adapter(self, path: str, name: str | None) -> AdapterValidation | RayLoraError:
+        return await _told(self._engine.validate_adapter(path, name))
 
     async def list_adapters(self) -> list[AdapterInfo]:
         return self._engine.list_adapters()
+
+    async def adapter_tiers(self) -> dict[Tier, TierUse]:
+        return self._engine.adapter_tiers()
 
     async def stats(self) -> EngineStats:
         return self._engine.stats()
@@ -121,6 +127,14 @@ class LLMReplica:
     def _forget(self, ingress_id: str, outbox: Outbox) -> None:
         if outbox.num_requests == 0 and not outbox.is_open and self._outboxes.get(ingress_id) is outbox:
             del self._outboxes[ingress_id]
+
+
+async def _told(work: Awaitable[T]) -> T | RayLoraError:
+    """Errors are returned, not raised, so that Serve does not log a caller's mistake as a failure."""
+    try:
+        return await work
+    except RayLoraError as error:
+        return error
 
 
 def _set_openmp(config: EngineConfig) -> None:

@@ -11,7 +11,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import BackPressureError, RayServeException
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
-from ray_lora.adapter import AdapterInfo
+from ray_lora.adapter import AdapterInfo, AdapterValidation, Tier, TierUse
 from ray_lora.errors import CapacityError, EngineDeadError, RayLoraError
 from ray_lora.request import GenerateChunk, GenerateRequest
 from ray_lora.serve.outbox import Item, decode
@@ -70,8 +70,21 @@ class ReplicaClient:
     async def unload_adapter(self, name: str) -> None:
         await self._on_all("unload_adapter", name)
 
+    async def pin_adapter(self, name: str, is_pinned: bool) -> AdapterInfo:
+        infos: list[AdapterInfo] = await self._on_all("pin_adapter", name, is_pinned)
+        return infos[0]
+
+    async def validate_adapter(self, path: str, name: str | None) -> AdapterValidation:
+        found: AdapterValidation | RayLoraError = await _result(self._handle.validate_adapter.remote(path, name))
+        if isinstance(found, RayLoraError):
+            raise found
+        return found
+
     async def list_adapters(self) -> list[AdapterInfo]:
         return list(await _result(self._handle.list_adapters.remote()))
+
+    async def adapter_tiers(self) -> list[dict[Tier, TierUse]]:
+        return await self._on_all("adapter_tiers")
 
     async def stats(self) -> list[EngineStats]:
         return await self._on_all("stats")

@@ -14,7 +14,7 @@ from ray_lora.serve.tokenizer_loader import load_tokenizer
 
 
 async def start_engine(config: EngineConfig) -> AsyncEngine:
-    """Load the model on every rank, then the adapters of `lora_modules`, then those of the registry.
+    """Load the model on every rank, then the adapters of the registry, then those of `lora_modules`.
 
     Belongs to the running event loop.
 
@@ -30,17 +30,17 @@ async def start_engine(config: EngineConfig) -> AsyncEngine:
         else DurableEngine(config, executor, tokenizer, registry)
     )
     try:
+        if isinstance(engine, DurableEngine):
+            await engine.restore()
         for module in config.lora_modules:
             if module.base_model_name not in (None, config.base_model_name):
                 raise ConfigError(
                     f"lora_modules: {module.name!r} is for {module.base_model_name!r}, not {config.base_model_name!r}"
                 )
             try:
-                await engine.load_adapter(module.name, module.path)
+                await engine.load_configured(module.name, module.path)
             except RayLoraError as error:
                 raise ConfigError(f"lora_modules: {module.name!r}: {error}") from error
-        if isinstance(engine, DurableEngine):
-            await engine.restore()
     except BaseException:
         await engine.shutdown()
         raise

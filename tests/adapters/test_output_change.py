@@ -7,7 +7,7 @@ import torch
 
 from ray_lora.adapters.output_change import ROWS_AT_ONCE, change_outputs, row_norms
 from ray_lora.adapters.peft_weights import AdapterWeights, LoRAWeight
-from ray_lora.adapters.shard import shard_weights
+from ray_lora.adapters.shard_cut import shard_weights
 from ray_lora.architecture import EMBEDDING, HEAD, Architecture, Projection, parse_architecture
 from ray_lora.errors import AdapterRejectedError
 

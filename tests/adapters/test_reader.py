@@ -13,6 +13,7 @@ from ray_lora.adapters import reader as reader_module
 from ray_lora.adapters.output_change import BaseLayers
 from ray_lora.adapters.peft_weights import AdapterWeights
 from ray_lora.adapters.reader import AdapterReader
+from ray_lora.adapters.shard_cut import shard_weights
 from ray_lora.adapters.store import AdapterStore
 from ray_lora.architecture import Architecture
 from ray_lora.errors import AdapterRejectedError, InvalidRequestError, NotFoundError
@@ -60,6 +61,48 @@ def test_the_manifest_tells_what_was_checked(
     q, v, down = 8 * (64 + 64), 8 * (64 + 32), 20 * (128 + 64)
     assert manifest.num_bytes == 2 * (q + 2 * v + 2 * down)
     assert len(reader.read(manifest).modules) == 5
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_the_manifest_tells_what_the_largest_rank_will_hold(
+    tp_size: int, arch: Architecture, tmp_path: Path, adapter_dir: Path
+) -> None:
+    reader = AdapterReader(arch, AdapterStore(tmp_path / "store"), 64, no_base, 0, tp_size, torch.bfloat16)
+    manifest = reader.inspect(str(adapter_dir))
+    weights = reader.read(manifest)
+    shards = [shard_weights(weights, arch, "v", rank, tp_size, torch.bfloat16) for rank in range(tp_size)]
+    assert manifest.shard_bytes == max(shard.payload.numel() for shard in shards)
+
+
+def test_a_dry_run_names_every_field_that_would_be_refused(reader: AdapterReader, adapter_dir: Path) -> None:
+    fine = reader.validate(str(adapter_dir))
+    assert (fine.manifest, fine.refusals) == (reader.inspect(str(adapter_dir)), ())
+    file = adapter_dir / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"use_qalora": True, "alora_invocation_tokens": [1]}))
+    found = reader.validate(str(adapter_dir))
+    assert found.manifest is None
+    assert {refusal.param for refusal in found.refusals} == {"use_qalora", "alora_invocation_tokens"}
+    with pytest.raises(NotFoundError):
+        reader.validate(str(adapter_dir / "nowhere"))
+
+
+def test_a_kept_adapter_stays_in_the_store_until_it_is_forgotten(
+    arch: Architecture, tmp_path: Path, adapter_dir: Path
+) -> None:
+    size = sum(file.stat().st_size for file in adapter_dir.iterdir())
+    reader = AdapterReader(arch, AdapterStore(tmp_path / "store", max_bytes=int(4.5 * size)), 64, no_base)
+    first = reader.inspect(str(adapter_dir))
+    reader.keep(first)
+    for alpha in range(1, 8):
+        set_alpha(adapter_dir, alpha)
+        reader.inspect(str(adapter_dir))
+    assert len(reader.read(first).modules) > 0
+    reader.forget(first.version)
+    for alpha in range(11, 15):
+        set_alpha(adapter_dir, alpha)
+        reader.inspect(str(adapter_dir))
+    with pytest.raises(AdapterRejectedError, match="no longer in the store"):
+        reader.keep(first)
 
 
 def test_a_read_after_its_inspection_reads_no_file(reader: AdapterReader, adapter_dir: Path, reads: list[Path]) -> None:

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from ray_lora.adapters.peft_weights import AdapterWeights, LoRAWeight, read_weights
-from ray_lora.adapters.shard import AdapterShard, shard_weights
+from ray_lora.adapters.shard import AdapterShard
+from ray_lora.adapters.shard_cut import shard_weights
 from ray_lora.architecture import Architecture, parse_architecture
 from ray_lora.errors import AdapterRejectedError
 

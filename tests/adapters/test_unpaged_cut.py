@@ -3,7 +3,8 @@ import torch
 
 from ray_lora.adapters.peft_targets import NO_LAYER
 from ray_lora.adapters.peft_weights import AdapterWeights, LoRAWeight, OutputChange
-from ray_lora.adapters.shard import AdapterShard, shard_weights
+from ray_lora.adapters.shard import AdapterShard
+from ray_lora.adapters.shard_cut import shard_weights
 from ray_lora.adapters.unpaged_cut import cut_unpaged
 from ray_lora.architecture import EMBEDDING, FINAL_NORM, HEAD, Architecture
 from ray_lora.errors import AdapterRejectedError

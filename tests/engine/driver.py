@@ -39,7 +39,7 @@ def make_executor(
     config: EngineConfig, num_blocks: int = 16, max_model_len: int = 32, eos: tuple[int, ...] = ()
 ) -> FakeExecutor:
     return FakeExecutor(
-        ModelInfo(VOCAB_SIZE, max_model_len, num_blocks, eos),
+        ModelInfo(VOCAB_SIZE, max_model_len, num_blocks, eos, lora_page_bytes=64),
         config.block_size,
         config.max_num_seqs,
         config.max_num_batched_tokens,
@@ -155,7 +155,7 @@ class CoreDriver:
         """Nothing is held by anybody."""
         stats = self.core.stats()
         assert (stats.num_requests_running, stats.num_requests_waiting, stats.kv_cache_usage) == (0, 0, 0)
-        assert all(info.num_requests == 0 for info in self.core.adapters.list_adapters())
+        assert all(info.num_running + info.num_waiting == 0 for info in self.core.adapters.list_adapters())
         assert set(self.executor.staged) == {info.version for info in self.core.adapters.list_adapters()}
 
     def _settle(self) -> None:

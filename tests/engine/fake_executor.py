@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from zlib import crc32
 
-from ray_lora.adapter import AdapterManifest, num_pages
-from ray_lora.errors import EngineDeadError, NotFoundError
+from ray_lora.adapter import AdapterManifest, AdapterValidation, Refusal, num_pages
+from ray_lora.errors import AdapterRejectedError, EngineDeadError, NotFoundError
 from ray_lora.request import SamplingParams
 from ray_lora.step import (
     ModelInfo,
@@ -39,6 +39,7 @@ def make_manifest(version: str, rank: int = 16) -> AdapterManifest:
         rank=rank,
         modules=("self_attn.q_proj",),
         num_bytes=rank * 100,
+        shard_bytes=rank * 50,
     )
 
 
@@ -157,6 +158,15 @@ class FakeExecutor:
         if source not in self.sources:
             raise NotFoundError(f"{source} is not a directory", "lora_path")
         return self.sources[source]
+
+    def validate_adapter(self, source: str) -> AdapterValidation:
+        try:
+            return AdapterValidation(self.inspect_adapter(source), ())
+        except AdapterRejectedError as error:
+            return AdapterValidation(None, (Refusal(str(error), error.param),))
+
+    def keep_adapter(self, manifest: AdapterManifest) -> None:
+        self.calls.append(("keep", manifest.version))
 
     def stage_adapter(self, manifest: AdapterManifest) -> None:
         self.calls.append(("stage", manifest.version))

@@ -1,8 +1,9 @@
 import pytest
 from fake_executor import make_manifest
 
-from ray_lora.adapter import AdapterInfo
-from ray_lora.engine.adapter_manager import AdapterManager, Version
+from ray_lora.adapter import AdapterInfo, TierUse
+from ray_lora.engine.adapter_manager import AdapterManager
+from ray_lora.engine.adapter_version import Version
 from ray_lora.errors import AdapterExistsError, AdapterRejectedError, NotFoundError, VersionConflictError
 from ray_lora.step import AdapterPlan
 
@@ -38,7 +39,7 @@ def test_an_adapter_takes_a_page_for_every_begun_16_ranks(rank: int, num_pages: 
     plan = activated(adapters, registered(adapters, "a", rank))
     assert plan is not None
     assert len(plan.pages) == num_pages
-    assert adapters.num_free_pages == 4 - num_pages
+    assert adapters.pages.num_free == 4 - num_pages
 
 
 def test_a_resident_adapter_is_not_paged_in_again() -> None:
@@ -57,7 +58,7 @@ def test_registering_takes_no_page() -> None:
     for index in range(100):
         registered(adapters, f"a{index}")
     adapters.check_integrity()
-    assert adapters.num_free_pages == 1
+    assert adapters.pages.num_free == 1
     assert adapters.resident == ()
 
 
@@ -134,7 +135,7 @@ def test_a_version_lives_until_its_last_name_and_its_last_request_are_gone() -> 
     assert adapters.resident == ()
     ended(adapters, version)
     assert not adapters.is_registered("a")
-    assert adapters.num_free_pages == 4
+    assert adapters.pages.num_free == 4
     assert adapters.take_dead() == ["a"]
     assert adapters.take_dead() == []
 
@@ -171,7 +172,7 @@ def test_two_names_of_one_content_are_one_version() -> None:
     assert registered(adapters, "b", version="v") is first
     activated(adapters, first)
     assert adapters.resident == ("a", "b")
-    assert adapters.num_free_pages == 3
+    assert adapters.pages.num_free == 3
     adapters.unregister("a")
     assert adapters.take_dead() == []
     adapters.unregister("b")
@@ -257,14 +258,46 @@ def test_an_unknown_name_is_not_found() -> None:
 
 
 def test_the_list_tells_of_every_name() -> None:
-    adapters = make_manager()
+    adapters = AdapterManager(8, 4, max_rank=64, now=lambda: 1000.0)
     version = registered(adapters, "a", rank=20, version="v")
     registered(adapters, "b", version="w")
     activated(adapters, version)
+    adapters.hold(version)
+    adapters.mark_used("a")
+    adapters.pin("b")
     assert adapters.list_adapters() == [
-        AdapterInfo("a", "v", "/adapters/v", rank=20, num_pages=2, resident=True, tier="device", num_requests=1),
-        AdapterInfo("b", "w", "/adapters/w", rank=16, num_pages=1, resident=False, tier="host", num_requests=0),
+        AdapterInfo(
+            name="a",
+            version="v",
+            source="/adapters/v",
+            rank=20,
+            num_pages=2,
+            num_bytes=1000,
+            tier="device",
+            pinned=False,
+            num_running=1,
+            num_waiting=1,
+            num_page_ins=1,
+            last_used=1000.0,
+            num_loads=1,
+        ),
+        AdapterInfo(
+            name="b",
+            version="w",
+            source="/adapters/w",
+            rank=16,
+            num_pages=1,
+            num_bytes=800,
+            tier="host",
+            pinned=True,
+            num_running=0,
+            num_waiting=0,
+            num_page_ins=0,
+            last_used=None,
+            num_loads=1,
+        ),
     ]
+    assert adapters.pages.use(page_bytes=10) == TierUse(1, 4, 20, 80)
 
 
 def test_pages_are_used_again_for_ever() -> None:
@@ -279,4 +312,4 @@ def test_pages_are_used_again_for_ever() -> None:
             ended(adapters, version)
             adapters.unregister(f"a{index}")
         assert adapters.take_dead() == [f"a{index}"]
-    assert adapters.num_free_pages == 4
+    assert adapters.pages.num_free == 4

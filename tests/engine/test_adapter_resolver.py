@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ray_lora.engine.adapter_resolver import FILES, AdapterResolver
+from ray_lora.engine.adapter_resolver import FILES, DirectoryResolver
 
 
 def make_adapter(directory: Path) -> Path:
@@ -22,7 +22,8 @@ def root(tmp_path: Path) -> Path:
 
 
 def find(root: Path, name: str) -> str | None:
-    return AdapterResolver(root, "base").find(name)
+    found = DirectoryResolver(root, "base").find(name)
+    return found and found.path
 
 
 def test_a_folder_directly_there_is_found(root: Path) -> None:

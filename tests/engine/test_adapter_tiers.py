@@ -6,8 +6,9 @@ import pytest
 from fake_executor import make_manifest
 from test_async_engine import Gate, expected, in_event_loop, serving, settle, until
 
-from ray_lora.adapter import AdapterManifest
-from ray_lora.errors import AdapterStagingError, CapacityError
+from ray_lora.adapter import AdapterManifest, TierUse
+from ray_lora.engine.adapter_resolver import Candidate
+from ray_lora.errors import AdapterStagingError, CapacityError, InvalidRequestError, NotFoundError
 
 PROMPT = [1, 2, 3]
 
@@ -109,3 +110,91 @@ async def test_a_caller_that_leaves_while_its_adapter_comes_up_harms_nobody() ->
         left.cancel()
         assert (await stays).outputs[0].token_ids == expected("cold", PROMPT)
         await until(lambda: server.num_requests == 0)
+
+
+@in_event_loop
+async def test_host_memory_is_bounded_in_bytes_too() -> None:
+    most = 0
+    async with serving(max_loras=4, max_lora_rank=64, max_cpu_lora_bytes=2500) as server:  # 800 a page of the fake
+
+        def count(manifest: AdapterManifest) -> None:
+            nonlocal most
+            held = [*server.executor.staged.values(), manifest]
+            most = max(most, sum(each.shard_bytes for each in held))
+
+        server.executor.before_stage = count
+        for name, rank in (("a", 16), ("b", 32), ("c", 16), ("d", 32)):
+            await server.load(name, rank=rank)
+        assert server.engine.adapter_tiers()["host"] == TierUse(2, 64, 2400, 2500)
+        names = [*"abcd"] * 4
+        outputs = await asyncio.gather(*(server.generate(PROMPT, name) for name in names))
+        for name, output in zip(names, outputs, strict=True):
+            assert output.outputs[0].token_ids == expected(name, PROMPT)
+        with pytest.raises(CapacityError, match="exceed max_cpu_lora_bytes 2500"):
+            await server.load("large", rank=51)
+    assert 2000 < most <= 2500
+
+
+@in_event_loop
+async def test_pinning_a_cold_adapter_brings_it_up_and_it_stays() -> None:
+    async with serving(max_loras=2, max_cpu_loras=2) as server:
+        for name in "abcd":
+            await server.load(name)
+        info = await server.engine.pin_adapter("a")
+        assert (info.pinned, info.tier, info.num_loads) == (True, "host", 2)
+        await asyncio.gather(*(server.generate(PROMPT, name) for name in [*"bcda"] * 3))
+        tiers = {info.name: info.tier for info in server.engine.list_adapters()}
+        assert tiers["a"] == "device"
+        await server.engine.pin_adapter("a", False)
+        await asyncio.gather(*(server.generate(PROMPT, name) for name in "bc"))
+        tiers = {info.name: info.tier for info in server.engine.list_adapters()}
+        assert tiers["a"] == "disk"
+
+
+@in_event_loop
+async def test_an_adapter_that_cannot_come_up_is_not_pinned() -> None:
+    async with serving(max_loras=2, max_cpu_loras=2) as server:
+        for name in "abc":
+            await server.load(name)
+
+        def fail(_: AdapterManifest) -> None:
+            raise AdapterStagingError("rank 1 has no room")
+
+        server.executor.before_stage = fail
+        with pytest.raises(AdapterStagingError):
+            await server.engine.pin_adapter("a")
+        assert not any(info.pinned for info in server.engine.list_adapters())
+
+
+@in_event_loop
+async def test_a_dry_run_stages_nothing_and_tells_of_the_name() -> None:
+    async with serving() as server:
+        await server.load("a")
+        server.executor.sources["/adapters/b"] = make_manifest("b")
+        server.executor.calls.clear()
+        assert (await server.engine.validate_adapter("/adapters/b")).refusals == ()
+        taken = await server.engine.validate_adapter("/adapters/b", "a")
+        assert [refusal.param for refusal in taken.refusals] == ["lora_name"]
+        server.executor.sources["/adapters/large"] = make_manifest("large", rank=500)
+        assert [refusal.param for refusal in (await server.engine.validate_adapter("/adapters/large")).refusals] == [
+            "r"
+        ]
+        assert server.executor.calls == [("inspect", f"/adapters/{name}") for name in ("b", "b", "large")]
+        with pytest.raises(InvalidRequestError, match="not a name"):
+            await server.engine.validate_adapter("/adapters/b", "no name")
+
+
+@in_event_loop
+async def test_an_adapter_that_is_recalled_waits_on_disk_if_host_memory_is_full() -> None:
+    async with serving(max_loras=1, max_cpu_loras=1) as server:
+        for name in "ab":
+            manifest = make_manifest(name)
+            server.executor.sources[manifest.source] = manifest
+            await server.engine.recall_adapter(name, Candidate(manifest.source, name))
+        assert [info.tier for info in server.engine.list_adapters()] == ["host", "disk"]
+        assert ("keep", "b") in server.executor.calls
+        assert (await server.generate(PROMPT, "b")).outputs[0].token_ids == expected("b", PROMPT)
+        with pytest.raises(NotFoundError, match="other content now"):
+            await server.engine.recall_adapter("c", Candidate("/adapters/a", "another"))
+        await server.engine.unload_adapter("b")
+        await until(lambda: ("drop", "b") in server.executor.calls)

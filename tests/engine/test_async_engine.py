@@ -61,7 +61,7 @@ class Server:
         """Wait until no request is left and nothing that one held, and no version on the ranks without a name."""
         await until(lambda: self.num_requests == 0 and not self.engine._streams)
         await until(lambda: self.engine.stats().kv_cache_usage == 0)
-        await until(lambda: all(info.num_requests == 0 for info in self.engine.list_adapters()))
+        await until(lambda: all(info.num_running + info.num_waiting == 0 for info in self.engine.list_adapters()))
         await until(lambda: set(self.executor.staged) == set(self.versions.values()))
 
     @property

@@ -109,7 +109,7 @@ class EngineTrace(RuleBasedStateMachine):
 
     def step_once(self) -> None:
         driver = self.driver
-        resident = {info.version for info in driver.core.adapters.list_adapters() if info.resident}
+        resident = {info.version for info in driver.core.adapters.list_adapters() if info.tier == "device"}
         num_plans = len(driver.executor.plans)
         for group in driver.step():
             assert group in self.open, "a request that has ended is told something"

@@ -25,7 +25,7 @@ class Harness:
         max_loras: int = 2,
         enable_prefix_caching: bool = True,
     ) -> None:
-        info = ModelInfo(VOCAB_SIZE, max_model_len, num_blocks, ())
+        info = ModelInfo(VOCAB_SIZE, max_model_len, num_blocks, (), lora_page_bytes=64)
         self.executor = FakeExecutor(info, 4, max_num_seqs, max_num_batched_tokens, num_pages, max_loras)
         self.adapters = AdapterManager(num_pages, max_loras, max_rank=64)
         blocks = BlockManager(num_blocks, 4, enable_prefix_caching)

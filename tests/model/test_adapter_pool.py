@@ -1,7 +1,7 @@
 import torch
 
 from ray_lora.adapters.peft_weights import AdapterWeights, LoRAWeight, OutputChange
-from ray_lora.adapters.shard import shard_weights
+from ray_lora.adapters.shard_cut import shard_weights
 from ray_lora.architecture import Architecture, parse_architecture
 from ray_lora.model.adapter_pool import AdapterPool
 from ray_lora.step import AdapterPlan

@@ -16,6 +16,6 @@ def test_ten_adapters_of_which_three_fit_host_memory(tmp_path: Path) -> None:
     args = {"max_loras": 2, "max_cpu_loras": 3, "kv_cache_memory_bytes": 1 << 23, "adapter_store_max_bytes": 1 << 30}
     with LLM(str(checkpoint), adapters, adapter_store_dir=str(tmp_path / "store"), **args) as llm:
         produced = [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY, names)]
-        assert len(llm._engine._loader._held) <= 3
+        assert len(llm._engine._loader.host._held) <= 3
     for prompt, name, tokens in zip(prompts, names, produced, strict=True):
         assert tokens == expected_tokens(checkpoint, Path(adapters[name]), [prompt], 8)[0]

@@ -7,9 +7,10 @@ import asyncio
 import json
 import os
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from pathlib import Path
 
-from ray_lora.adapter import AdapterInfo
+from ray_lora.adapter import AdapterInfo, AdapterManifest, AdapterValidation, Refusal, Tier, TierUse
 from ray_lora.config import EngineConfig
 from ray_lora.errors import (
     AdapterExistsError,
@@ -29,6 +30,8 @@ from ray_lora.step import ModelInfo
 
 MAX_MODEL_LEN = 64
 VOCAB_SIZE = 49152
+PAGE_BYTES = 1000
+MAX_PINS = 1
 TROUBLE: dict[int | None, RayLoraError] = {
     -1: NumericsError("the logits are not finite"),
     -2: EngineDeadError("rank 1 is gone"),
@@ -37,12 +40,30 @@ TROUBLE: dict[int | None, RayLoraError] = {
 """By the seed of a request; the first two come after two tokens, the last at once."""
 
 
+def make_info(name: str, version: str, source: str, rank: int = 8) -> AdapterInfo:
+    return AdapterInfo(
+        name=name,
+        version=version,
+        source=source,
+        rank=rank,
+        num_pages=1,
+        num_bytes=500,
+        tier="device",
+        pinned=False,
+        num_running=0,
+        num_waiting=0,
+        num_loads=1,
+        num_page_ins=1,
+        last_used=None,
+    )
+
+
 class FakeEngine:
     """Implements `serve.replica.Engine`."""
 
     def __init__(self, config: EngineConfig, step_s: float = 0.0) -> None:
         self.config = config
-        self.info = ModelInfo(VOCAB_SIZE, MAX_MODEL_LEN, 100, (2, 0))
+        self.info = ModelInfo(VOCAB_SIZE, MAX_MODEL_LEN, 100, (2, 0), PAGE_BYTES)
         self.step_s = step_s
         self.tokenizer = Tokenizer(config.model)
         self.requests: list[GenerateRequest] = []
@@ -107,12 +128,32 @@ class FakeEngine:
                 "If you want to load the adapter in place, set 'load_inplace' to True.",
                 "lora_name",
             )
-        self.adapters[name] = AdapterInfo(name, version, path, config["r"], 1, True, "device", 0)
+        self.adapters[name] = make_info(name, version, path, config["r"])
         return self.adapters[name], True
 
     async def unload_adapter(self, name: str) -> None:
         if self.adapters.pop(name, None) is None:
             raise NotFoundError(f"The lora adapter '{name}' cannot be found.", "lora_name")
+
+    async def pin_adapter(self, name: str, is_pinned: bool = True) -> AdapterInfo:
+        if name not in self.adapters:
+            raise NotFoundError(f"The lora adapter '{name}' cannot be found.", "lora_name")
+        if is_pinned and sum(info.pinned for info in self.adapters.values()) == MAX_PINS:
+            raise CapacityError("too many are pinned")
+        self.adapters[name] = replace(self.adapters[name], pinned=is_pinned)
+        return self.adapters[name]
+
+    async def validate_adapter(self, path: str, name: str | None = None) -> AdapterValidation:
+        config = json.loads((Path(path) / "adapter_config.json").read_text())
+        if config.get("use_dora"):
+            return AdapterValidation(None, (Refusal("use_dora is not supported", "use_dora"),))
+        taken = (Refusal("the name is taken", "lora_name"),) if name in self.adapters else ()
+        manifest = AdapterManifest(f"v{config['r']}", path, path, config["r"], ("self_attn.q_proj",), 900, 500)
+        return AdapterValidation(manifest, taken)
+
+    def adapter_tiers(self) -> dict[Tier, TierUse]:
+        num_used = len(self.adapters)
+        return {"device": TierUse(num_used, 16, num_used * PAGE_BYTES, 24 * PAGE_BYTES)}
 
     def list_adapters(self) -> list[AdapterInfo]:
         return list(self.adapters.values())
@@ -174,7 +215,12 @@ class FakeClient:
         self.engine = engine
         self.generate = engine.generate
         self.unload_adapter = engine.unload_adapter
+        self.pin_adapter = engine.pin_adapter
+        self.validate_adapter = engine.validate_adapter
         self.check_health = engine.check_health
+
+    async def adapter_tiers(self) -> list[dict[Tier, TierUse]]:
+        return [self.engine.adapter_tiers()]
 
     async def load_adapter(
         self, name: str, path: str, load_inplace: bool = False, expected_version: str | None = None

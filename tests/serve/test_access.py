@@ -10,9 +10,9 @@ import httpx
 import openai
 import pytest
 from conftest import Server
+from fake_engine import make_info
 from openai import OpenAI
 
-from ray_lora.adapter import AdapterInfo
 from ray_lora.config import EngineConfig
 from ray_lora.serve.access import OPEN_PATHS
 from ray_lora.tenant import hash_key
@@ -53,7 +53,7 @@ def guarded(demo_dir: Path) -> Iterator[Server]:
 def server(guarded: Server) -> Server:
     """In place of the one without keys."""
     engine = guarded.engine
-    engine.adapters = {name: AdapterInfo(name, f"v-{name}", "/x", 8, 1, True, "device", 0) for name in LOADED}
+    engine.adapters = {name: make_info(name, f"v-{name}", "/x") for name in LOADED}
     engine.requests.clear()
     engine.cancelled.clear()
     engine.step_s = 0.0

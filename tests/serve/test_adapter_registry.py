@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from ray_lora.config import EngineConfig
-from ray_lora.errors import ConfigError, NotFoundError
-from ray_lora.request import GenerateRequest, SamplingParams
-from ray_lora.serve.adapter_registry import AdapterRegistry, RegistryEntry
+from ray_lora.config import EngineConfig, LoRAModule
+from ray_lora.errors import AdapterExistsError, ConfigError, NotFoundError
+from ray_lora.request import GenerateChunk, GenerateRequest, SamplingParams
+from ray_lora.serve.adapter_registry import AdapterRegistry, AdapterSettings, RegistryEntry
 from ray_lora.serve.durable_engine import DurableEngine
 from ray_lora.serve.start import start_engine
 from tests.tiny import make_adapter, make_checkpoint
@@ -20,16 +20,43 @@ from tests.tiny import make_adapter, make_checkpoint
 
 def test_entries_are_kept_in_order_and_replaced_by_name(tmp_path: Path) -> None:
     registry = AdapterRegistry(tmp_path / "deep" / "registry.sqlite")
+    registry.put("a", "v1", "/a")
+    registry.put("b", "v2", "s3://bucket/b")
     first, second = RegistryEntry("a", "v1", "/a"), RegistryEntry("b", "v2", "s3://bucket/b")
-    registry.put(first)
-    registry.put(second)
     assert AdapterRegistry(registry.path).entries() == [first, second]
-    moved = RegistryEntry("a", "v3", "/c")
-    registry.put(moved)
-    assert registry.entries() == [moved, second]
+    registry.put("a", "v3", "/c")
+    assert registry.entries() == [RegistryEntry("a", "v3", "/c"), second]
     registry.remove("a")
     registry.remove("nobody")
     assert registry.entries() == [second]
+    assert (registry.find("b"), registry.find("a")) == (second, None)
+
+
+def test_the_pinned_come_first_and_then_the_lately_used(tmp_path: Path) -> None:
+    registry = AdapterRegistry(tmp_path / "registry.sqlite")
+    for name in "abcde":
+        registry.put(name, f"v{name}", f"/{name}")
+    registry.set_last_used({"b": 5.0, "d": 7.0})
+    registry.set_last_used({"b": 9.0, "d": 6.0})
+    registry.set_pinned("e", True)
+    registry.set_pinned("c", True)
+    registry.set_pinned("c", False)
+    assert [entry.name for entry in registry.entries()] == ["e", "b", "d", "a", "c"]
+    assert registry.settings("b") == AdapterSettings(pinned=False, last_used=9.0)
+    assert registry.settings("d") == AdapterSettings(pinned=False, last_used=7.0)
+    assert registry.settings("e") == AdapterSettings(pinned=True)
+    registry.put("e", "other", "/other")
+    assert registry.settings("e").pinned, "settings belong to the name"
+    registry.remove("e")
+    assert registry.settings("e") == AdapterSettings()
+
+
+def test_no_credential_is_written_and_nobody_else_can_read(tmp_path: Path) -> None:
+    registry = AdapterRegistry(tmp_path / "registry.sqlite")
+    registry.put("a", "v1", "https://me:secret@host/a?token=secret")
+    assert registry.entries() == [RegistryEntry("a", "v1", "https://host/a")]
+    assert b"secret" not in registry.path.read_bytes()
+    assert registry.path.stat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.parametrize(
@@ -42,7 +69,7 @@ def test_a_damaged_file_is_set_aside_and_said_loudly(
     path.write_bytes(content)
     with caplog.at_level(logging.ERROR, "ray.serve"):
         registry = AdapterRegistry(path)
-    registry.put(RegistryEntry("a", "v1", "/a"))
+    registry.put("a", "v1", "/a")
     assert registry.entries() == [RegistryEntry("a", "v1", "/a")]
     (aside,) = tmp_path.glob("registry.sqlite.damaged-*")
     assert aside.read_bytes() == content
@@ -93,8 +120,7 @@ def test_what_was_loaded_comes_back_and_what_was_unloaded_does_not(model: Engine
     assert run(model, nothing) == before, "from the store's copy, though the source is gone"
 
     async def generate(engine: DurableEngine) -> None:
-        request = GenerateRequest(prompt=[5, 6], adapter="a", sampling_params=SamplingParams(max_tokens=2))
-        assert [chunk async for chunk in engine.generate(request)]
+        assert await answer(engine, "a")
         with pytest.raises(NotFoundError):
             await engine.unload_adapter("b")
 
@@ -120,6 +146,88 @@ def test_content_that_is_lost_is_left_out_and_said_loudly(
     assert "'g' of the registry cannot be restored" in caplog.text
 
 
+def test_pins_come_back_and_the_rest_comes_with_its_first_request(model: EngineConfig, tmp_path: Path) -> None:
+    config = model.model_copy(update={"max_loras": 2, "max_cpu_loras": 2})
+    names = "abcde"
+    paths = {name: make_adapter(tmp_path / name, model.model_path, 30 + i) for i, name in enumerate(names)}
+
+    async def load(engine: DurableEngine) -> None:
+        for name, path in paths.items():
+            await engine.load_adapter(name, str(path))
+        await engine.pin_adapter("b")
+        await answer(engine, "d")
+
+    before = run(config, load)
+
+    async def look(engine: DurableEngine) -> None:
+        infos = {info.name: info for info in engine.list_adapters()}
+        assert set(infos) == {"b", "d"}, "the others are not waited for"
+        assert (infos["b"].pinned, infos["b"].tier, infos["d"].tier) == (True, "host", "host")
+        assert infos["d"].last_used is not None
+        assert await answer(engine, "e"), "it need not wait for its turn"
+        await until_listed(engine, len(names))
+        tiers = {info.name: info.tier for info in engine.list_adapters()}
+        assert (tiers["a"], tiers["c"]) == ("disk", "disk")
+        assert await answer(engine, "a")
+        assert {info.name: info.tier for info in engine.list_adapters()}["b"] == "host"
+
+    assert run(config, look) == before
+
+
+def test_what_is_changed_while_the_rest_comes_back_stays_changed(model: EngineConfig, tmp_path: Path) -> None:
+    config = model.model_copy(update={"max_loras": 1, "max_cpu_loras": 1})
+    paths = {name: make_adapter(tmp_path / name, model.model_path, 40 + i) for i, name in enumerate("abcx")}
+
+    async def load(engine: DurableEngine) -> None:
+        for name in "abc":
+            await engine.load_adapter(name, str(paths[name]))
+        await answer(engine, "a")
+
+    before = run(config, load)
+
+    async def change(engine: DurableEngine) -> None:
+        with pytest.raises(AdapterExistsError):
+            await engine.load_adapter("b", str(paths["x"]))
+        await engine.load_adapter("b", str(paths["x"]), load_inplace=True)
+        await engine.unload_adapter("c")
+        await asyncio.gather(*engine._background[:1])
+
+    after = run(config, change)
+    assert set(after) == {"a", "b"}
+    assert after["a"] == before["a"]
+    assert after["b"] != before["b"]
+    assert run(config, lambda engine: until_listed(engine, 2)) == after
+
+
+def test_a_configured_adapter_keeps_its_pin_and_its_runtime_content(model: EngineConfig, tmp_path: Path) -> None:
+    first, other = (make_adapter(tmp_path / name, model.model_path, 50 + i) for i, name in enumerate("fo"))
+    config = model.model_copy(update={"lora_modules": (LoRAModule(name="a", path=str(first)),)})
+
+    async def pin(engine: DurableEngine) -> None:
+        await engine.pin_adapter("a")
+
+    original = run(config, pin)
+
+    async def replace(engine: DurableEngine) -> None:
+        assert engine.list_adapters()[0].pinned
+        await engine.load_adapter("a", str(other), load_inplace=True)
+
+    replaced = run(config, replace)
+    assert replaced != original
+    assert run(config, nothing) == replaced
+
+
+async def answer(engine: DurableEngine, adapter: str) -> list[GenerateChunk]:
+    request = GenerateRequest(prompt=[5, 6], adapter=adapter, sampling_params=SamplingParams(max_tokens=2))
+    return [chunk async for chunk in engine.generate(request)]
+
+
+async def until_listed(engine: DurableEngine, number: int) -> None:
+    async with asyncio.timeout(20):
+        while len(engine.list_adapters()) < number:
+            await asyncio.sleep(0.01)
+
+
 def test_a_registry_that_cannot_be_opened_is_a_config_error(model: EngineConfig, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     config = model.model_copy(update={"lora_registry_path": str(tmp_path / "file" / "registry.sqlite")})
@@ -132,7 +240,7 @@ def test_two_replicas_write_to_one_file(tmp_path: Path) -> None:
     holder = sqlite3.connect(first.path)
     holder.execute("BEGIN IMMEDIATE")
     holder.rollback()
-    first.put(RegistryEntry("a", "v1", "/a"))
-    second.put(RegistryEntry("a", "v1", "/a"))
+    first.put("a", "v1", "/a")
+    second.put("a", "v1", "/a")
     holder.close()
     assert first.entries() == second.entries() == [RegistryEntry("a", "v1", "/a")]

@@ -28,22 +28,71 @@ def test_a_loaded_adapter_is_listed_under_its_base(
 
 
 def test_an_adapter_is_shown_with_its_version_and_tier(http: httpx.Client, adapter_dir: Path) -> None:
-    assert http.get("/v1/adapters").json() == {"object": "list", "data": []}
+    empty = http.get("/v1/adapters").json()
+    assert (empty["object"], empty["data"], empty["tiers"][0]["device"]["num_bytes"]) == ("list", [], 0)
     load(http, adapter_dir)
     shown = http.get("/v1/adapters/pirate").json()
-    assert http.get("/v1/adapters").json()["data"] == [shown]
+    listed = http.get("/v1/adapters").json()
+    assert listed["data"] == [shown]
+    use = {"num_adapters": 1, "max_adapters": 16, "num_bytes": 1000, "max_bytes": 24000}
+    assert listed["tiers"] == [{"device": use}]
     assert shown == {
         "name": "pirate",
         "version": "v8",
         "source": str(adapter_dir),
         "rank": 8,
         "num_pages": 1,
-        "resident": True,
+        "num_bytes": 500,
         "tier": "device",
-        "num_requests": 0,
+        "pinned": False,
+        "num_running": 0,
+        "num_waiting": 0,
+        "num_loads": 1,
+        "num_page_ins": 1,
+        "last_used": None,
     }
     answer = http.get("/v1/adapters/nobody")
     assert (answer.status_code, answer.json()["error"]["param"]) == (404, "name")
+
+
+def test_an_adapter_is_pinned_and_unpinned(http: httpx.Client, adapter_dir: Path) -> None:
+    load(http, adapter_dir)
+    load(http, adapter_dir, "other")
+    assert http.post("/v1/adapters/pirate/pin").json()["pinned"] is True
+    refused = http.post("/v1/adapters/other/pin")
+    assert (refused.status_code, refused.json()["error"]["type"]) == (429, "TooManyRequestsError")
+    assert http.get("/v1/adapters/pirate").json()["pinned"] is True
+    assert http.post("/v1/adapters/pirate/unpin").json()["pinned"] is False
+    assert http.post("/v1/adapters/other/pin").status_code == 200
+    assert http.post("/v1/adapters/nobody/pin").status_code == 404
+    assert http.post("/v1/adapters/nobody/unpin").status_code == 404
+
+
+def test_a_dry_run_tells_what_a_load_would_do_and_changes_nothing(http: httpx.Client, adapter_dir: Path) -> None:
+    found = http.post("/v1/validate_lora_adapter", json={"lora_path": str(adapter_dir), "lora_name": "pirate"}).json()
+    assert found == {
+        "valid": True,
+        "refusals": [],
+        "version": "v8",
+        "rank": 8,
+        "modules": ["self_attn.q_proj"],
+        "num_pages": 1,
+        "num_bytes": 500,
+        "device_bytes": 1000,
+    }
+    assert http.get("/v1/adapters").json()["data"] == []
+    load(http, adapter_dir)
+    taken = http.post("/v1/validate_lora_adapter", json={"lora_path": str(adapter_dir), "lora_name": "pirate"}).json()
+    assert (taken["valid"], taken["refusals"]) == (False, [{"message": "the name is taken", "param": "lora_name"}])
+    (adapter_dir / "adapter_config.json").write_text(json.dumps({"r": 8, "use_dora": True}))
+    refused = http.post("/v1/validate_lora_adapter", json={"lora_path": str(adapter_dir)})
+    assert refused.status_code == 200
+    assert refused.json() == {
+        "valid": False,
+        "refusals": [{"message": "use_dora is not supported", "param": "use_dora"}],
+    }
+    missing = http.post("/v1/validate_lora_adapter", json={}).json()["error"]
+    assert (missing["code"], missing["param"]) == (400, "lora_path")
 
 
 def test_unloading_is_once_only(http: httpx.Client, adapter_dir: Path) -> None:

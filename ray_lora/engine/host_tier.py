@@ -1,0 +1,114 @@
+"""The adapters in the ranks' host memory: who comes, who gives way, who is freed. Used in one event loop.
+
+Staging and dropping run in threads of their own, one adapter at a time; what changes the registry is called in the
+engine's thread, between two steps.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from functools import partial
+from typing import Protocol, TypeVar
+
+from ray_lora.adapter import AdapterManifest, TierUse
+from ray_lora.config import EngineConfig
+from ray_lora.engine.adapter_manager import AdapterManager
+from ray_lora.engine.executor import Executor
+from ray_lora.engine.shared_calls import SharedCalls
+from ray_lora.errors import CapacityError, EngineDeadError
+
+T = TypeVar("T")
+
+RETRY_S = 0.02
+"""How often a cold adapter looks for room while none in host memory may leave."""
+
+
+class EngineCall(Protocol):
+    """Runs a function in the engine's thread, between two steps."""
+
+    def __call__(self, function: Callable[[], T]) -> Awaitable[T]: ...
+
+
+class HostTier:
+    """Every change of what the ranks hold happens under `lock`."""
+
+    def __init__(self, config: EngineConfig, executor: Executor, adapters: AdapterManager, call: EngineCall) -> None:
+        self.lock = asyncio.Lock()
+        self._config = config
+        self._executor = executor
+        self._adapters = adapters
+        self._call = call
+        self._held: dict[str, int] = {}
+        """Versions that the ranks hold, and their bytes."""
+        self._on_disk: set[str] = set()
+        """Versions that they do not hold, but whose files are kept."""
+        self._warming: SharedCalls[None] = SharedCalls()
+
+    def use(self) -> TierUse:
+        held = list(self._held.values())
+        return TierUse(len(held), self._config.max_staged_loras, sum(held), self._config.max_cpu_lora_bytes)
+
+    async def stage(self, manifest: AdapterManifest) -> None:
+        """Bring an adapter to host memory, in place of the least recently used. Hold the lock.
+
+        Raises:
+            CapacityError: there is no room, and none of the adapters there may leave.
+            RayLoraError: a rank failed or disagreed, and none holds it.
+        """
+        if manifest.version in self._held:
+            return
+        while not self._has_room(manifest):
+            idle = await self._call(lambda: self._adapters.take_idle(self._held))
+            if idle is None:
+                raise CapacityError(
+                    f"the {len(self._held)} adapters in host memory, as many as max_cpu_loras and max_cpu_lora_bytes "
+                    "allow, all have requests or are pinned"
+                )
+            await asyncio.to_thread(self._executor.drop_adapter, idle, forget=False)
+            del self._held[idle]
+            self._on_disk.add(idle)
+        await asyncio.to_thread(self._executor.stage_adapter, manifest)
+        self._held[manifest.version] = manifest.shard_bytes
+        self._on_disk.discard(manifest.version)
+
+    async def stage_if_room(self, manifest: AdapterManifest) -> bool:
+        """Bring an adapter to host memory if nothing has to leave, else keep its files. Hold the lock."""
+        if manifest.version in self._held or self._has_room(manifest):
+            await self.stage(manifest)
+            return True
+        if manifest.version not in self._on_disk:
+            await asyncio.to_thread(self._executor.keep_adapter, manifest)
+            self._on_disk.add(manifest.version)
+        return False
+
+    async def warm_up(self, name: str) -> None:
+        """Wait until the adapter of this name, if there is one, is in host memory; all who want it wait together."""
+        manifest = self._adapters.find_cold(name)
+        if manifest is not None:
+            await self._warming.run(manifest.version, partial(self._warm_up, manifest))
+
+    async def drop(self, version: str) -> None:
+        """Free a dead version on the ranks, unless it has been registered again or dropped meanwhile."""
+        with suppress(EngineDeadError):  # what dead ranks held is gone
+            async with self.lock:
+                known = version in self._held or version in self._on_disk
+                if known and not await self._call(lambda: self._adapters.is_registered(version)):
+                    await asyncio.to_thread(self._executor.drop_adapter, version)
+                    self._held.pop(version, None)
+                    self._on_disk.discard(version)
+
+    def _has_room(self, manifest: AdapterManifest) -> bool:
+        max_bytes = self._config.max_cpu_lora_bytes
+        if max_bytes is not None and sum(self._held.values()) + manifest.shard_bytes > max_bytes:
+            return False
+        return len(self._held) < self._config.max_staged_loras
+
+    async def _warm_up(self, manifest: AdapterManifest) -> None:
+        while True:
+            async with self.lock:
+                if not await self._call(lambda: self._adapters.is_registered(manifest.version)):
+                    return
+                with suppress(CapacityError):
+                    await self.stage(manifest)
+                    return await self._call(lambda: self._adapters.mark_staged(manifest.version))
+            await asyncio.sleep(RETRY_S)

@@ -1,0 +1,6 @@
+"""What every test has in common."""
+
+from hypothesis import settings
+
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
