@@ -28,9 +28,11 @@ def prompts() -> list[list[int]]:
     return torch.randint(100, 40000, (NUM_REQUESTS, NUM_PROMPT), generator=generator).tolist()
 
 
-def make_adapters(directory: Path, ranks: list[int]) -> dict[str, str]:
+def make_adapters(
+    directory: Path, ranks: list[int], model: Path = MODEL, dtype: torch.dtype = torch.float32
+) -> dict[str, str]:
     """Random adapters on all seven linear layers, as PEFT saves them."""
-    arch = read_architecture(MODEL)
+    arch = read_architecture(model)
     paths = {}
     for index, rank in enumerate(ranks):
         generator = torch.Generator().manual_seed(index)
@@ -40,7 +42,8 @@ def make_adapters(directory: Path, ranks: list[int]) -> dict[str, str]:
                 prefix = f"base_model.model.model.layers.{layer}.{projection.name}"
                 lora_a = torch.randn(rank, projection.in_features, generator=generator) * 0.05
                 lora_b = torch.randn(projection.out_features, rank, generator=generator) * 0.02
-                tensors |= {f"{prefix}.lora_A.weight": lora_a, f"{prefix}.lora_B.weight": lora_b}
+                tensors[f"{prefix}.lora_A.weight"] = lora_a.to(dtype)
+                tensors[f"{prefix}.lora_B.weight"] = lora_b.to(dtype)
         path = directory / f"adapter{index}"
         path.mkdir(parents=True)
         save_file(tensors, path / "adapter_model.safetensors")

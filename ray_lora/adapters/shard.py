@@ -6,6 +6,7 @@ adjacent rows of each. The scale is in B, rounded once from float32. Changes of 
 
 import hashlib
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -38,6 +39,25 @@ class ShardEntry(NamedTuple):
     @property
     def end(self) -> int:
         return self.b_offset + self.rank * self.out_features
+
+
+class ShardRun(NamedTuple):
+    """A and B of one module in adjacent layers, all of one rank; views of the flat tensor."""
+
+    projection: str
+    first_layer: int
+    lora_a: torch.Tensor
+    """[num_layers, rank, in_features]"""
+    lora_b_t: torch.Tensor
+    """[num_layers, rank, out_features], the scale multiplied in."""
+
+    @property
+    def num_layers(self) -> int:
+        return self.lora_a.shape[0]
+
+    @property
+    def rank(self) -> int:
+        return self.lora_a.shape[1]
 
 
 class OutputEntry(NamedTuple):
@@ -143,6 +163,25 @@ class AdapterShard:
         """B transposed, `[rank, out_features]`, the scale multiplied in; a view."""
         return self.data[entry.b_offset : entry.end].view(entry.rank, entry.out_features)
 
+    def runs(self) -> list[ShardRun]:
+        """All modules, in as few pieces as there can be: most adapters have one for each projection."""
+        by_projection: dict[str, list[ShardEntry]] = {}
+        for entry in self.entries:
+            by_projection.setdefault(entry.projection, []).append(entry)
+        return [self._run(run) for entries in by_projection.values() for run in _even_runs(entries)]
+
+    def _run(self, entries: list[ShardEntry]) -> ShardRun:
+        first, number = entries[0], len(entries)
+        stride = entries[1].offset - first.offset if number > 1 else 0
+        data, start = self.data, self.data.storage_offset()
+        sizes_a, sizes_b = (number, first.rank, first.in_features), (number, first.rank, first.out_features)
+        return ShardRun(
+            first.projection,
+            first.layer,
+            data.as_strided(sizes_a, (stride, first.in_features, 1), start + first.offset),
+            data.as_strided(sizes_b, (stride, first.out_features, 1), start + first.b_offset),
+        )
+
     def output_change(self, entry: OutputEntry) -> OutputChange:
         """Scale and shift, each `[out_features]`, float32; views."""
         floats = self.payload[self.header.outputs_start : self.header.outputs_end].view(torch.float32)
@@ -169,6 +208,20 @@ class AdapterShard:
     def output_modules(self, arch: Architecture) -> frozenset[str]:
         """Names of the fused linears whose outputs change, beyond the delta, in at least one layer."""
         return _fused({entry.projection for entry in self.outputs}, arch)
+
+
+def _even_runs(entries: list[ShardEntry]) -> Iterator[list[ShardEntry]]:
+    """Entries of one projection, cut where a layer is left out, the rank changes or the distance does."""
+    run: list[ShardEntry] = []
+    for entry in entries:
+        is_next = run and entry.layer == run[-1].layer + 1 and entry.rank == run[-1].rank
+        if is_next and (len(run) == 1 or entry.offset - run[-1].offset == run[1].offset - run[0].offset):
+            run.append(entry)
+            continue
+        if run:
+            yield run
+        run = [entry]
+    yield run
 
 
 def aligned(num_bytes: int) -> int:

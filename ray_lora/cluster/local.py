@@ -3,8 +3,9 @@
 import threading
 
 from ray_lora.adapter import AdapterManifest, AdapterValidation
+from ray_lora.cluster.background import background_threads
 from ray_lora.cluster.worker import Worker
-from ray_lora.config import EngineConfig
+from ray_lora.config import MAX_FETCHES, EngineConfig
 from ray_lora.step import ModelInfo, StepPlan, StepResult
 
 
@@ -15,6 +16,7 @@ class LocalExecutor:
         self._worker = Worker(config, rank=0)
         self._info = self._worker.start()
         self._adapter_lock = threading.Lock()
+        self._threads = background_threads(1 + MAX_FETCHES)
 
     @property
     def info(self) -> ModelInfo:
@@ -26,10 +28,10 @@ class LocalExecutor:
         return result
 
     def inspect_adapter(self, source: str) -> AdapterManifest:
-        return self._worker.inspect_adapter(source)
+        return self._threads.submit(self._worker.inspect_adapter, source).result()
 
     def validate_adapter(self, source: str) -> AdapterValidation:
-        return self._worker.validate_adapter(source)
+        return self._threads.submit(self._worker.validate_adapter, source).result()
 
     def keep_adapter(self, manifest: AdapterManifest) -> None:
         self._worker.keep_adapter(manifest)
@@ -37,7 +39,7 @@ class LocalExecutor:
     def stage_adapter(self, manifest: AdapterManifest) -> None:
         with self._adapter_lock:
             try:
-                self._worker.stage_adapter(manifest)
+                self._threads.submit(self._worker.stage_adapter, manifest).result()
             except BaseException:
                 self._worker.drop_adapter(manifest.version)
                 raise
@@ -49,4 +51,5 @@ class LocalExecutor:
         """The rank lives as long as this process."""
 
     def shutdown(self) -> None:
-        """Nothing outlives the process."""
+        """The rank itself ends with the process."""
+        self._threads.shutdown(wait=False)

@@ -18,6 +18,7 @@ from ray_lora.adapters.shard import AdapterShard
 from ray_lora.adapters.store import AdapterStore
 from ray_lora.backends.registry import make_backend
 from ray_lora.backends.shared_reduce import join_shared_reduce
+from ray_lora.cluster.background import give_way
 from ray_lora.cluster.staging import AdapterStaging
 from ray_lora.cluster.step_link import Invitation, RankLink
 from ray_lora.config import EngineConfig
@@ -31,7 +32,7 @@ class Worker:
     """Rank `rank` of `config.tensor_parallel_size`; nothing but `meeting_point` works before `start`.
 
     `execute` is called by one thread; the adapter methods by another, one at a time, while steps run. Only
-    `inspect_adapter` and `validate_adapter` may run in several threads more.
+    `inspect_adapter` and `validate_adapter` may run in several threads more. These threads give way to the steps.
     """
 
     def __init__(self, config: EngineConfig, rank: int) -> None:
@@ -99,11 +100,13 @@ class Worker:
     def inspect_adapter(self, source: str) -> AdapterManifest:
         """On rank 0: read and check an adapter; see `Executor.inspect_adapter`."""
         assert self._reader is not None, "only rank 0 reads adapters"
+        give_way()
         return self._reader.inspect(source)
 
     def validate_adapter(self, source: str) -> AdapterValidation:
         """On rank 0; see `Executor.validate_adapter`."""
         assert self._reader is not None, "only rank 0 reads adapters"
+        give_way()
         return self._reader.validate(source)
 
     def keep_adapter(self, manifest: AdapterManifest) -> None:
@@ -113,6 +116,7 @@ class Worker:
 
     def stage_adapter(self, manifest: AdapterManifest) -> None:
         """Receive this rank's part; returns once all ranks agree, raises on every rank if one does not."""
+        give_way()
         self._runner.stage(self._staging.receive(manifest))
 
     def drop_adapter(self, version: str, forget: bool = True) -> None:

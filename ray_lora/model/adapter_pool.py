@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ray_lora.adapter import PAGE_RANK
-from ray_lora.adapters.shard import AdapterShard
+from ray_lora.adapters.shard import AdapterShard, ShardRun
 from ray_lora.architecture import Architecture, Projection
 from ray_lora.model.unpaged_part import UnpagedPart
 from ray_lora.step import AdapterPlan
@@ -81,24 +81,31 @@ class AdapterPool:
             self._unpaged_slots[adapter.version] = adapter.slot
         self._write_outputs(adapter.slot, shard)
         pages = adapter.pages
-        for fused in self.fused.values():
-            for page in pages:
+        runs = shard.runs()
+        for page in pages[self._num_filled(runs) :]:
+            for fused in self.fused.values():
                 fused.a[:, page].zero_()
                 fused.b[:, page].zero_()
-        for entry in shard.entries:
-            name, index = self._places[entry.projection]
-            fused = self.fused[name]
+        for run in runs:
+            name, index = self._places[run.projection]
+            fused, layers = self.fused[name], slice(run.first_layer, run.first_layer + run.num_layers)
             columns = slice(fused.slices[index], fused.slices[index + 1])
-            lora_a, lora_b_t = shard.lora_a(entry), shard.lora_b_t(entry)
-            for page, first in zip(pages, range(0, entry.rank, PAGE_RANK), strict=False):
-                num_ranks = min(PAGE_RANK, entry.rank - first)
-                fused.a[entry.layer, page, index, :num_ranks] = lora_a[first : first + num_ranks]
-                fused.b[entry.layer, page, :num_ranks, columns] = lora_b_t[first : first + num_ranks]
+            for page, first in zip(pages, range(0, run.rank, PAGE_RANK), strict=False):
+                num_ranks = min(PAGE_RANK, run.rank - first)
+                fused.a[layers, page, index, :num_ranks] = run.lora_a[:, first : first + num_ranks]
+                fused.b[layers, page, :num_ranks, columns] = run.lora_b_t[:, first : first + num_ranks]
 
     def forget(self, version: str) -> None:
         """Free what an adapter has outside its pages and its slot."""
         self.unpaged.pop(version, None)
         self._unpaged_slots.pop(version, None)
+
+    def _num_filled(self, runs: list[ShardRun]) -> int:
+        """How many of an adapter's pages it fills wholly, in every module of every layer."""
+        num_layers = next(iter(self.fused.values())).a.shape[0]
+        if sum(run.num_layers for run in runs) < num_layers * len(self._places):
+            return 0
+        return min(run.rank for run in runs) // PAGE_RANK
 
     def _write_outputs(self, slot: int, shard: AdapterShard) -> None:
         for name in {self._places[entry.projection][0] for entry in shard.outputs}:

@@ -1,4 +1,6 @@
 import torch
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
 
 from ray_lora.adapters.peft_weights import AdapterWeights, LoRAWeight, OutputChange
 from ray_lora.adapters.shard_cut import shard_weights
@@ -9,16 +11,59 @@ from ray_lora.step import AdapterPlan
 QKV = "self_attn.qkv_proj"
 
 
-def make_arch() -> Architecture:
+def make_arch(num_layers: int = 2) -> Architecture:
     config = {
         "model_type": "llama",
         "vocab_size": 32,
         "hidden_size": 16,
         "intermediate_size": 24,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": num_layers,
         "num_attention_heads": 2,
     }
     return parse_architecture(config, {})
+
+
+@given(
+    ranks=st.lists(st.sampled_from([0, 1, 15, 16, 17, 32, 40]), min_size=28, max_size=28),
+    tp_size=st.sampled_from([1, 2]),
+)
+@example(ranks=[32] * 28, tp_size=1)
+@example(ranks=[16] * 27 + [32], tp_size=2)
+@example(ranks=[16] * 7 + [0] * 7 + [16] * 14, tp_size=1)
+@settings(max_examples=30)
+def test_pages_hold_the_adapter_and_zeros_whatever_was_there(ranks: list[int], tp_size: int) -> None:
+    arch = make_arch(num_layers=4)
+    places = [(layer, projection.name) for layer in range(4) for projection in arch.projections]
+    sizes = {projection.name: (projection.in_features, projection.out_features) for projection in arch.projections}
+    assume(any(ranks))
+    modules = {
+        place: LoRAWeight(torch.randn(rank, sizes[place[1]][0]), torch.randn(sizes[place[1]][1], rank))
+        for place, rank in zip(places, ranks, strict=True)
+        if rank
+    }
+    shard = shard_weights(AdapterWeights(modules, 0), arch, "v", tp_size - 1, tp_size, torch.float32)
+    pool = AdapterPool(arch, tp_size - 1, tp_size, 5, 1, torch.float32, torch.float32, torch.device("cpu"))
+    for fused in pool.fused.values():
+        fused.a.fill_(7)
+        fused.b.fill_(7)
+    pages = (4, 0, 2)[: -(-max(ranks) // 16)]
+    pool.write(AdapterPlan("v", pages, 0), shard)
+    expected = {name: (torch.full_like(f.a, 7), torch.full_like(f.b, 7)) for name, f in pool.fused.items()}
+    for a, b in expected.values():
+        a[:, pages] = 0
+        b[:, pages] = 0
+    for fused_linear in arch.fused_linears:
+        offsets, (a, b) = pool.fused[fused_linear.name].slices, expected[fused_linear.name]
+        for index, projection in enumerate(fused_linear.slices):
+            for entry in shard.entries:
+                if entry.projection == projection.name:
+                    for row in range(entry.rank):
+                        page, place = pages[row // 16], row % 16
+                        a[entry.layer, page, index, place] = shard.lora_a(entry)[row]
+                        b[entry.layer, page, place, offsets[index] : offsets[index + 1]] = shard.lora_b_t(entry)[row]
+    for name, (a, b) in expected.items():
+        assert torch.equal(pool.fused[name].a, a)
+        assert torch.equal(pool.fused[name].b, b)
 
 
 def test_a_slot_holds_its_latest_adapter_and_nothing_of_the_one_before() -> None:
