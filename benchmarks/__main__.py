@@ -4,7 +4,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-QUESTIONS = ("lora_kernel", "lora_dense", "throughput", "llama_cpp", "http_clients", "tensor_parallel", "memory")
+QUESTIONS = (
+    "lora_kernel",
+    "lora_dense",
+    "throughput",
+    "llama_cpp",
+    "http_clients",
+    "tensor_parallel",
+    "memory",
+    "adapter_loads",
+    "adapter_tiers",
+    "adapter_churn",
+)
 
 
 def main() -> None:

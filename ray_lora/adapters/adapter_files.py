@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from ray_lora.adapters.adapter_algebra import LowRankDelta
 from ray_lora.adapters.peft_config import CONFIG_FILE, PeftConfig, parse_peft_config, read_config_fields, reject, show
 from ray_lora.adapters.peft_targets import ModuleSelector
-from ray_lora.adapters.peft_weights import DTYPES, check_header_length, read_tensor
+from ray_lora.adapters.peft_weights import DTYPES, check_header_length, finite
 from ray_lora.adapters.store import WEIGHTS_FILE
 from ray_lora.config import MAX_RANK
 from ray_lora.errors import InvalidRequestError
@@ -166,7 +166,7 @@ def _checked_module(tensors: Any, key_a: str, key_b: str, rank: int, scale: floa
             reject(key, f"tensor {show(key)} is {list(shape)}, but {CONFIG_FILE} gives the module rank {rank}")
         if dtype not in DTYPES:
             reject(key, f"tensor {show(key)} is of type {dtype}; save it as one of {', '.join(DTYPES)}")
-        factors.append(read_tensor(tensors, key).clone())
+        factors.append(finite(tensors.get_tensor(key), key).clone())
     return StoredModule(factors[0], factors[1], scale)
 
 

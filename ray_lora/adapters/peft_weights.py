@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load
 
 from ray_lora.adapters.peft_config import CONFIG_FILE, PeftConfig, read_peft_config, reject, show
 from ray_lora.adapters.peft_keys import Role, assign_keys, expected_tensors
@@ -95,9 +96,10 @@ def read_weights(directory: Path, arch: Architecture, max_lora_rank: int) -> Ada
         with safe_open(file, framework="pt") as tensors:
             keys = assign_keys(tensors.keys(), expected, arch)
             num_bytes = sum(_check_tensor(tensors, key, list(tensor.shape), config) for tensor, key in keys)
-            read: dict[Role, dict[str, torch.Tensor]] = defaultdict(dict)
-            for tensor, key in keys:
-                read[tensor.role][tensor.module] = read_tensor(tensors, key).clone()
+        stored = load(file.read_bytes())  # `safe_open` loses some memory with every tensor that it reads
+        read: dict[Role, dict[str, torch.Tensor]] = defaultdict(dict)
+        for tensor, key in keys:
+            read[tensor.role][tensor.module] = finite(stored[key], key)
     except (SafetensorError, OSError, ValueError) as error:
         reject(WEIGHTS_FILE, f"{WEIGHTS_FILE} is truncated or damaged: {show(str(error))}")
     if config.ensure_weight_tying and arch.tie_word_embeddings:
@@ -161,9 +163,8 @@ def _check_tensor(tensors: Any, key: str, expected: list[int], config: PeftConfi
     return math.prod(expected) * DTYPES[dtype].itemsize
 
 
-def read_tensor(tensors: Any, key: str) -> torch.Tensor:
-    """A view of the file."""
-    tensor: torch.Tensor = tensors.get_tensor(key)
+def finite(tensor: torch.Tensor, key: str) -> torch.Tensor:
+    """The tensor, unless it holds something that is not a number."""
     if not torch.isfinite(tensor).all():
         reject(key, f"tensor {show(key)} holds values that are not finite")
     return tensor
