@@ -15,6 +15,7 @@ QUESTIONS = (
     "adapter_loads",
     "adapter_tiers",
     "adapter_churn",
+    "adapter_compress",
 )
 
 
