@@ -1,0 +1,33 @@
+"""All checks of one overlay, as lines that say what is wrong."""
+
+from jsonschema import Draft202012Validator
+
+from k8s.checks import core_objects, custom_resources, pod_rules, ray_rules, serve_config
+from k8s.checks.custom_resources import Key
+from k8s.checks.manifests import Document, ManifestError, Manifests
+
+
+def known_crds() -> dict[Key, Draft202012Validator]:
+    """Empty where the CRDs are not."""
+    return custom_resources.load_crds(custom_resources.CRDS)
+
+
+def find_problems(manifests: Manifests, crds: dict[Key, Draft202012Validator]) -> list[str]:
+    """Nothing, if the manifests are right; custom resources are left alone if `crds` is empty."""
+    core = [document for document in manifests.documents if is_core(document)]
+    found = core_objects.problems([*core, *manifests.pods()])
+    for document in manifests.documents:
+        if crds and not is_core(document):
+            name = f"{document['kind']} {document['metadata']['name']}"
+            found += [f"{name}: {problem}" for problem in custom_resources.problems(document, crds)]
+    try:
+        config = serve_config.read(manifests.ray_service["spec"].get("serveConfigV2", ""))
+    except ManifestError as error:
+        return [*found, f"serveConfigV2: {error}"]
+    return found + [line for rule in (*pod_rules.RULES, *ray_rules.RULES) for line in rule(manifests, config)]
+
+
+def is_core(document: Document) -> bool:
+    """Whether Kubernetes itself knows the kind: `v1`, `apps/v1`, `policy/v1`, `networking.k8s.io/v1`."""
+    group = document["apiVersion"].rpartition("/")[0]
+    return "." not in group or group.endswith(".k8s.io")
