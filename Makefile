@@ -6,8 +6,9 @@ STAMP  := $(VENV)/.installed
 
 NPU_ENV  := build/npu-env
 CUDA_ENV := build/cuda-env
+K8S_ENV  := build/k8s-env
 
-.PHONY: help install serve test test-slow test-npu-compile test-cuda-compile npu-report bench lint format lock clean
+.PHONY: help install serve test test-slow test-npu-compile test-cuda-compile test-k8s npu-report bench lint format lock clean
 
 help:
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -30,6 +31,9 @@ test-npu-compile: $(NPU_ENV)/.installed ## the Triton kernels: interpreted, and 
 
 test-cuda-compile: $(CUDA_ENV)/.installed ## the Triton kernels, compiled for sm_80 and sm_90
 	$(CUDA_ENV)/bin/python -m pytest tests/cuda_compile
+
+test-k8s: install $(K8S_ENV)/.installed ## the manifests of k8s/ without a cluster, and their serve configs on a local Ray
+	$(BIN)/python -m pytest tests/k8s
 
 npu-report: $(NPU_ENV)/.installed ## bytes, buffers and floors of the kernels compiled for Ascend
 	@$(NPU_ENV)/bin/python kernels/triton/npu_report.py
@@ -55,11 +59,18 @@ lock: ## resolve the dependencies anew into requirements.lock
 clean: ## remove everything that was set up or built here
 	rm -rf $(VENV) build *.egg-info ray_lora/backends/_cpu_kernels*.so
 
-build/%-env/.installed: kernels/triton/requirements-%.txt
-	@test -x build/$*-env/bin/python || $(PYTHON) -m venv build/$*-env
-	@echo "Installing into build/$*-env ..."
-	@build/$*-env/bin/pip install --quiet --disable-pip-version-check -r $<
+define install-requirements
+	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	@echo "Installing into $(@D) ..."
+	@$(@D)/bin/pip install --quiet --disable-pip-version-check -r $<
 	@touch $@
+endef
+
+build/%-env/.installed: kernels/triton/requirements-%.txt
+	$(install-requirements)
+
+$(K8S_ENV)/.installed: k8s/requirements.txt
+	$(install-requirements)
 
 $(STAMP): requirements.lock pyproject.toml setup.py $(wildcard kernels/cpu/*)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

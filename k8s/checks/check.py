@@ -13,18 +13,25 @@ def known_crds() -> dict[Key, Draft202012Validator]:
 
 
 def find_problems(manifests: Manifests, crds: dict[Key, Draft202012Validator]) -> list[str]:
-    """Nothing, if the manifests are right; custom resources are left alone if `crds` is empty."""
-    core = [document for document in manifests.documents if is_core(document)]
-    found = core_objects.problems([*core, *manifests.pods()])
+    """Nothing, if the manifests are right. Custom resources are not compared with their CRDs if `crds` is empty.
+
+    What is wrong in its form is told alone, for our own rules rely on the form.
+    """
+    found = []
     for document in manifests.documents:
         if crds and not is_core(document):
             name = f"{document['kind']} {document['metadata']['name']}"
             found += [f"{name}: {problem}" for problem in custom_resources.problems(document, crds)]
+    if found:
+        return found
+    core = [document for document in manifests.documents if is_core(document)]
+    if found := core_objects.problems([*core, *manifests.pods()]):
+        return found
     try:
         config = serve_config.read(manifests.ray_service["spec"].get("serveConfigV2", ""))
     except ManifestError as error:
-        return [*found, f"serveConfigV2: {error}"]
-    return found + [line for rule in (*pod_rules.RULES, *ray_rules.RULES) for line in rule(manifests, config)]
+        return [f"serveConfigV2: {error}"]
+    return [line for rule in (*pod_rules.RULES, *ray_rules.RULES) for line in rule(manifests, config)]
 
 
 def is_core(document: Document) -> bool:
