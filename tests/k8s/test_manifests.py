@@ -29,7 +29,7 @@ def test_custom_resources_fit_their_crds(
     name: str, build_overlay: Callable[[str], Manifests], crds: dict[Key, Draft202012Validator]
 ) -> None:
     custom = [document for document in build_overlay(name).documents if not is_core(document)]
-    assert {document["kind"] for document in custom} == {"RayService", "PodMonitor"}
+    assert "RayService" in {document["kind"] for document in custom}
     assert [problems(document, crds) for document in custom] == [[]] * len(custom)
 
 
