@@ -114,6 +114,7 @@ def addresses(manifests: Manifests, config: ServeConfig) -> Iterator[str]:
     engine = config.engine
     paths = [
         engine.model,
+        engine.api_keys_file,
         engine.tokenizer,
         engine.adapter_store_dir,
         engine.lora_registry_path,
