@@ -7,11 +7,6 @@ from k8s.checks.custom_resources import Key
 from k8s.checks.manifests import Document, ManifestError, Manifests
 
 
-def known_crds() -> dict[Key, Draft202012Validator]:
-    """Empty where the CRDs are not."""
-    return custom_resources.load_crds(custom_resources.CRDS)
-
-
 def find_problems(manifests: Manifests, crds: dict[Key, Draft202012Validator]) -> list[str]:
     """Nothing, if the manifests are right. Custom resources are not compared with their CRDs if `crds` is empty.
 

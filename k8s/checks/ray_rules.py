@@ -88,7 +88,7 @@ def npus(manifests: Manifests, config: ServeConfig) -> Iterator[str]:
         try:
             counts["rayStartParams"] = _npus_of_start(group)
             counts["the autoscaler's reading"] = autoscaler_view(group.spec, is_head=False).get("NPU", 0)
-        except (ValueError, AssertionError) as error:
+        except (AssertionError, AttributeError, TypeError, ValueError) as error:
             yield f"{group.name}: rayStartParams.resources cannot be read: {error!r}"
         if len(set(counts.values())) > 1:
             yield f"{group.name}: NPUs differ: {', '.join(f'{count} by {who}' for who, count in counts.items())}"
