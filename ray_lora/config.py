@@ -134,6 +134,13 @@ class EngineConfig(BaseModel):
     step_timeout_s: float = Field(300.0, gt=0)
     """A step that takes longer means a dead rank."""
 
+    max_adapter_labels: int = Field(100, ge=0)
+    """Adapters that metrics tell apart; the others are one."""
+    enable_log_requests: bool = False
+    """Also log what was asked: prompts and sampling parameters."""
+    otlp_traces_endpoint: str | None = None
+    """Where to send traces by OTLP over HTTP, e.g. `http://collector:4318/v1/traces`; none are made by default."""
+
     @field_validator("lora_modules", mode="before")
     @classmethod
     def _parse_lora_modules(cls, value: Any) -> Any:

@@ -103,6 +103,8 @@ class GenerateRequest:
     """Name of the API key that it came with; requests share cached prefixes within a key only."""
     cache_salt: str | None = None
     """vLLM's: and within a key only with requests of the same salt."""
+    trace_headers: Mapping[str, str] | None = None
+    """W3C `traceparent` and `tracestate` of who asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +135,35 @@ class CompletionDelta:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """Where a finished request's time went, in the order that it went there."""
+
+    load_wait_s: float
+    """Until its adapter was in host memory."""
+    queue_s: float
+    """Until it was first in a step."""
+    prefill_s: float
+    """From then to its first token."""
+    decode_s: float
+    """From there to its last."""
+    prompt_tokens: int
+    generation_tokens: int
+
+    @property
+    def time_to_first_token_s(self) -> float:
+        return self.load_wait_s + self.queue_s + self.prefill_s
+
+    @property
+    def e2e_s(self) -> float:
+        return self.time_to_first_token_s + self.decode_s
+
+    @property
+    def time_per_output_token_s(self) -> float:
+        """Mean over all tokens but the first; 0 if that is all."""
+        return self.decode_s / (self.generation_tokens - 1) if self.generation_tokens > 1 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateChunk:
     """One item of a stream: everything new for a request. The first chunk also tells of the prompt."""
 
@@ -144,6 +175,8 @@ class GenerateChunk:
     num_cached_tokens: int = 0
     """Prompt tokens whose KV came from the prefix cache."""
     adapter_version: str | None = None
+    metrics: RequestMetrics | None = None
+    """In the last chunk."""
 
 
 @dataclass(slots=True)
@@ -183,6 +216,7 @@ class RequestOutput:
     adapter_version: str | None = None
     n: int = 1
     """Completions asked for."""
+    metrics: RequestMetrics | None = None
 
     @property
     def finished(self) -> bool:
@@ -195,6 +229,7 @@ class RequestOutput:
             self.adapter_version = chunk.adapter_version
         if chunk.prompt_logprobs is not None:
             self.prompt_logprobs = list(chunk.prompt_logprobs)
+        self.metrics = chunk.metrics
         for delta in chunk.outputs:
             while len(self.outputs) <= delta.index:
                 self.outputs.append(CompletionOutput(index=len(self.outputs)))

@@ -76,6 +76,10 @@ class StepPlan:
         return self.adapters[sequence.adapter].version if sequence.adapter >= 0 else None
 
 
+HEARTBEAT = StepPlan(step_id=0, sequences=())
+"""A plan to compute nothing: the ranks meet on their devices and answer, which shows that a step would get through."""
+
+
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
     """Raw log-softmax values at one position, before penalties and temperature, as OpenAI and vLLM report them."""

@@ -24,9 +24,10 @@ from ray_lora.names import url_scheme
 from ray_lora.step import ModelInfo, StepPlan, StepResult
 
 PLACEMENT_TIMEOUT_S = 120
-HEALTH_TIMEOUT_S = 10
+HEALTH_TIMEOUT_S = 3
+"""A rank that does not answer for this long is not healthy now; it may be again."""
 CONNECT_TIMEOUT_S = 60
-CAUSE_TIMEOUT_S = 5
+CAUSE_TIMEOUT_S = 2
 """How long to wait for Ray to say why a connection to a rank has ended."""
 
 
@@ -152,7 +153,8 @@ class RayTPExecutor:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             ready, waiting = ray.wait(waiting, num_returns=1, timeout=left)
             if not ready:
-                raise self._die(f"a rank did not answer within {timeout} s")
+                ranks = ", ".join(str(calls.index(call)) for call in waiting)
+                raise EngineDeadError(f"rank {ranks} did not answer within {timeout} s")
             try:
                 ray.get(ready)
             except RayError as error:

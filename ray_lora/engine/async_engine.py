@@ -3,6 +3,7 @@
 import asyncio
 import queue
 import threading
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,11 @@ T = TypeVar("T")
 Stream = asyncio.Queue[GenerateChunk | RayLoraError]
 Message = tuple[Callable[[], None], Callable[[BaseException], None]]
 """What to run between two steps, and whom to tell if the engine has died first."""
+
+HEARTBEAT_S = 1.0
+"""An engine without work lets the ranks meet this often."""
+OVERDUE_S = 4.0
+"""Without work, ranks that have not met for this long cannot."""
 
 
 class AsyncEngine:
@@ -75,13 +81,14 @@ class AsyncEngine:
         adding: asyncio.Future[RequestGroup | None] | None = None
         group: RequestGroup | None = None
         num_unfinished = request.sampling_params.n
+        arrived_at = time.monotonic()
         deadlines = Deadlines(self.config)
         try:
             async with deadlines.while_waiting():
                 while group is None:
                     if request.adapter is not None:
                         await self._loader.make_ready(request.adapter)
-                    adding = asyncio.ensure_future(self._call(lambda: self._add(request, stream)))
+                    adding = asyncio.ensure_future(self._call(lambda: self._add(request, stream, arrived_at)))
                     group = await asyncio.shield(adding)
             deadlines.watch(group, stream)
             while num_unfinished:
@@ -168,11 +175,25 @@ class AsyncEngine:
         return self._core.stats()
 
     async def check_health(self) -> None:
-        """Raise EngineDeadError if the engine or a rank is gone."""
+        """Raise EngineDeadError if the engine or a rank is gone or does not answer.
+
+        That it computes is seen from its steps, and without work from its heartbeats.
+        """
         if self._dead is None:
             await asyncio.to_thread(self._executor.check_health)
         if self._dead is not None:
             raise self._dead
+        age = time.monotonic() - self._core.last_step_at
+        if age > OVERDUE_S and not self._core.has_work:
+            raise EngineDeadError(f"no step has gone through every rank for {age:.0f} s")
+
+    async def missing(self) -> list[str]:
+        """What keeps the engine from answering as it should, in words; nothing if it can."""
+        try:
+            await self.check_health()
+        except EngineDeadError as error:
+            return [str(error)]
+        return []
 
     async def shutdown(self) -> None:
         """End every request and let go of the ranks."""
@@ -205,11 +226,11 @@ class AsyncEngine:
             else:
                 fail(self._dead)
 
-    def _add(self, request: GenerateRequest, stream: Stream) -> RequestGroup | None:
+    def _add(self, request: GenerateRequest, stream: Stream, arrived_at: float) -> RequestGroup | None:
         """None if the adapter has left host memory since it was made ready."""
         if request.adapter is not None and self._core.adapters.find_cold(request.adapter) is not None:
             return None
-        group = self._core.add(request)
+        group = self._core.add(request, arrived_at)
         self._streams[group] = stream
         return group
 
@@ -243,9 +264,13 @@ class AsyncEngine:
         """Run what has arrived, waiting for something if there is no work; false to stop."""
         while True:
             try:
-                message = self._inbox.get(block=not self._core.has_work)
+                patience = max(0.0, self._core.last_step_at + HEARTBEAT_S - time.monotonic())
+                message = self._inbox.get(block=not self._core.has_work, timeout=patience)
             except queue.Empty:
-                return True
+                if self._core.has_work:
+                    return True
+                self._core.heartbeat()
+                continue
             if message is None:
                 return False
             run, _ = message

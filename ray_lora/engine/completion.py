@@ -5,7 +5,9 @@ from typing import Protocol
 
 from ray_lora.engine.sequence_state import SequenceState
 from ray_lora.engine.stop_strings import StopStrings
-from ray_lora.request import CompletionDelta, GenerateChunk, GenerateRequest, Logprob, LogprobsDict
+from ray_lora.engine.timeline import Timeline
+from ray_lora.request import CompletionDelta, GenerateChunk, GenerateRequest, Logprob, LogprobsDict, RequestMetrics
+from ray_lora.stats import AdapterStats
 from ray_lora.step import TokenLogprobs
 
 
@@ -32,6 +34,7 @@ class Completion:
         params = sequence.sampling_params
         self.index = index
         self.sequence = sequence
+        self.timeline = Timeline()
         self._tokenizer = tokenizer
         self._detokenizer = tokenizer.detokenizer(
             params.skip_special_tokens, sequence.token_ids[: sequence.num_prompt_tokens]
@@ -55,11 +58,18 @@ class Completion:
 
 
 class RequestGroup:
-    """A caller's request and its `n` completions."""
+    """A caller's request and its `n` completions.
 
-    def __init__(self, request: GenerateRequest, completions: list[Completion], tokenizer: Tokenizer) -> None:
+    Args:
+        stats: where its tokens are counted.
+    """
+
+    def __init__(
+        self, request: GenerateRequest, completions: list[Completion], tokenizer: Tokenizer, stats: AdapterStats
+    ) -> None:
         self.request = request
         self.completions = completions
+        self.stats = stats
         self._tokenizer = tokenizer
         self._told_prompt = False
 
@@ -73,9 +83,10 @@ class RequestGroup:
         return all(completion.sequence.finish_reason is not None for completion in self.completions)
 
     def chunk(self, deltas: Sequence[CompletionDelta]) -> GenerateChunk:
-        """Wrap what one step gave; the first chunk also tells of the prompt."""
+        """Wrap what one step gave; the first chunk also tells of the prompt, the last where the time went."""
+        metrics = request_metrics(self.completions) if self.finished else None
         if self._told_prompt:
-            return GenerateChunk(self.request.request_id, tuple(deltas))
+            return GenerateChunk(self.request.request_id, tuple(deltas), metrics=metrics)
         self._told_prompt = True
         first = self.completions[0].sequence
         prompt_logprobs = None
@@ -89,7 +100,23 @@ class RequestGroup:
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=first.num_cached_tokens,
             adapter_version=first.adapter_version,
+            metrics=metrics,
         )
+
+
+def request_metrics(completions: Sequence[Completion]) -> RequestMetrics:
+    """Where the time of completions of one request went, all of which have come to their end."""
+    first = completions[0].timeline
+    scheduled_at = min(completion.timeline.scheduled_at for completion in completions)
+    first_token_at = min(completion.timeline.first_token_at for completion in completions)
+    return RequestMetrics(
+        load_wait_s=first.queued_at - first.arrived_at,
+        queue_s=scheduled_at - first.queued_at,
+        prefill_s=first_token_at - scheduled_at,
+        decode_s=max(completion.timeline.last_token_at for completion in completions) - first_token_at,
+        prompt_tokens=completions[0].sequence.num_prompt_tokens,
+        generation_tokens=sum(completion.sequence.num_output_tokens for completion in completions),
+    )
 
 
 def logprobs_dict(logprobs: TokenLogprobs, tokenizer: Tokenizer) -> LogprobsDict:

@@ -1,6 +1,7 @@
 """The engine, one step at a time: add and cancel requests, `step`. Used from one thread."""
 
 import random
+import time
 import uuid
 from collections import defaultdict
 from collections.abc import Iterable
@@ -10,13 +11,15 @@ from ray_lora.config import EngineConfig
 from ray_lora.engine.adapter_manager import AdapterManager
 from ray_lora.engine.adapter_version import Version
 from ray_lora.engine.block_manager import BlockManager
-from ray_lora.engine.completion import Completion, RequestGroup, Tokenizer
+from ray_lora.engine.completion import Completion, RequestGroup, Tokenizer, request_metrics
+from ray_lora.engine.engine_metrics import EngineMetrics
 from ray_lora.engine.executor import Executor
 from ray_lora.engine.scheduler import NewToken, Scheduler
 from ray_lora.engine.sequence_state import SequenceState
 from ray_lora.errors import InvalidRequestError, NumericsError, RayLoraError
 from ray_lora.request import CompletionDelta, GenerateChunk, GenerateRequest
 from ray_lora.stats import EngineStats
+from ray_lora.step import HEARTBEAT, StepPlan, StepResult
 
 Event = tuple[RequestGroup, GenerateChunk | RayLoraError]
 """What a step has to tell a request: a chunk, or the error that ended it."""
@@ -47,21 +50,39 @@ class EngineCore:
         self._random = random.Random(config.seed)
         self._completions: dict[int, tuple[RequestGroup, Completion]] = {}
         self._next_id = 0
-        self._prompt_tokens = 0
-        self._generation_tokens = 0
-        self._succeeded: dict[str, int] = defaultdict(int)
+        self.metrics = EngineMetrics(config.base_model_name, config.max_adapter_labels, self.adapters.has_name)
+        self.last_step_at = time.monotonic()
+        """When a step last went through every rank."""
 
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
-    def add(self, request: GenerateRequest) -> RequestGroup:
+    def add(self, request: GenerateRequest, arrived_at: float | None = None) -> RequestGroup:
         """Accept a request.
+
+        Args:
+            arrived_at: when it came, by `time.monotonic`, if not just now.
 
         Raises:
             InvalidRequestError: the prompt is empty, too long or no prompt, or a parameter does not fit the model.
             NotFoundError: no adapter of that name.
         """
+        try:
+            group = self._accept(request)
+        except RayLoraError as error:
+            self.metrics.refused(request.adapter, error)
+            raise
+        self.metrics.added(group.stats, group.completions[0].sequence.num_prompt_tokens)
+        now = time.monotonic()
+        for completion in group.completions:
+            completion.timeline.arrived_at = now if arrived_at is None else arrived_at
+            completion.timeline.queued_at = now
+            self._completions[completion.sequence.request_id] = (group, completion)
+            self.scheduler.add(completion.sequence)
+        return group
+
+    def _accept(self, request: GenerateRequest) -> RequestGroup:
         adapter = self.adapters.get(request.adapter) if request.adapter is not None else None
         prompt = request.prompt
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
@@ -75,25 +96,25 @@ class EngineCore:
         for index in range(params.n):
             sequence = self._sequence(request, token_ids, index, adapter)
             completions.append(Completion(index, sequence, self.tokenizer))
-        group = RequestGroup(request, completions, self.tokenizer)
-        for completion in completions:
-            self._completions[completion.sequence.request_id] = (group, completion)
-            self.scheduler.add(completion.sequence)
-        self._prompt_tokens += len(token_ids)
-        return group
+        return RequestGroup(request, completions, self.tokenizer, self.metrics.of(request.adapter))
 
-    def cancel(self, group: RequestGroup) -> None:
+    def cancel(self, group: RequestGroup, reason: str = "abort") -> None:
         """End a request that nobody waits for; nothing happens if it has ended."""
         for completion in group.completions:
             self.scheduler.finish(completion.sequence, "abort")
-            self._completions.pop(completion.sequence.request_id, None)
+            if self._completions.pop(completion.sequence.request_id, None) is not None:
+                self.metrics.ended(group.stats, reason)
 
     def step(self) -> list[Event]:
         """Run one step and return what it has to tell. Does nothing without work."""
         plan = self.scheduler.schedule()
         if plan is None:
             return []
-        result = self.executor.execute(plan)
+        begin = time.monotonic()
+        for start in plan.starts:
+            self._completions[start.request_id][1].timeline.scheduled_at = begin
+        result = self._execute(plan)
+        now = self.last_step_at
         deltas: dict[RequestGroup, list[CompletionDelta]] = defaultdict(list)
         errors: dict[RequestGroup, RayLoraError] = {}
         for news in self.scheduler.update(plan, result):
@@ -101,39 +122,59 @@ class EngineCore:
             if news.sampled.error is not None:
                 errors[group] = NumericsError(news.sampled.error)
             else:
-                deltas[group].append(self._push(completion, news))
+                deltas[group].append(self._push(group, completion, news, now))
         for group in errors:
-            self.cancel(group)
+            self.cancel(group, "error")
         events: list[Event] = [(group, group.chunk(found)) for group, found in deltas.items() if group not in errors]
         return events + list(errors.items())
 
+    def heartbeat(self) -> None:
+        """Let every rank meet the others, when there is no step to show that they can.
+
+        Raises:
+            EngineDeadError: a rank is gone.
+        """
+        self._execute(HEARTBEAT)
+
     def stats(self) -> EngineStats:
         """Safe to call from another thread than the engine's."""
-        scheduler, blocks = self.scheduler, self.scheduler.blocks
+        scheduler, blocks, metrics = self.scheduler, self.scheduler.blocks, self.metrics
         return EngineStats(
             num_requests_running=len(scheduler.running),
             num_requests_waiting=len(scheduler.waiting),
+            num_kv_blocks=blocks.num_blocks,
+            block_size=blocks.block_size,
             kv_cache_usage=1 - blocks.num_free_blocks / blocks.num_blocks,
             num_preemptions=scheduler.num_preemptions,
-            prompt_tokens=self._prompt_tokens,
-            generation_tokens=self._generation_tokens,
             prefix_cache_queries=scheduler.prefix_cache_queries,
             prefix_cache_hits=scheduler.prefix_cache_hits,
-            requests_succeeded=dict(self._succeeded),
             running_adapters=self._names_of(list(scheduler.running)),
             waiting_adapters=self._names_of(list(scheduler.waiting)),
             resident_adapters=self.adapters.resident,
             num_lora_pages=self.adapters.pages.num_pages,
             num_free_lora_pages=self.adapters.pages.num_free,
+            tiers={info.name: info.tier for info in self.adapters.list_adapters()},
+            load_failures=metrics.load_failures,
+            all=metrics.all,
+            requests=metrics.requests,
+            by_adapter=dict(metrics.by_adapter),
+            max_adapter_labels=metrics.max_labels,
+            last_step_age_s=time.monotonic() - self.last_step_at,
         )
 
-    def _push(self, completion: Completion, news: NewToken) -> CompletionDelta:
+    def _execute(self, plan: StepPlan) -> StepResult:
+        result = self.executor.execute(plan)
+        self.last_step_at = time.monotonic()
+        return result
+
+    def _push(self, group: RequestGroup, completion: Completion, news: NewToken, now: float) -> CompletionDelta:
         sequence = completion.sequence
         delta = completion.push(news.sampled.token_id, news.sampled.logprobs)
-        self._generation_tokens += 1
+        self.metrics.sampled(group.stats, completion.timeline, now)
         if delta.finish_reason is not None:
             self.scheduler.finish(sequence, delta.finish_reason)
-            self._succeeded[delta.finish_reason] += 1
+            self.metrics.ended(group.stats, delta.finish_reason)
+            self.metrics.finished(request_metrics([completion]))
             del self._completions[sequence.request_id]
         return delta
 

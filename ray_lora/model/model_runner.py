@@ -11,7 +11,7 @@ from ray_lora.adapters.shard import DTYPES, AdapterShard
 from ray_lora.architecture import Architecture, read_architecture
 from ray_lora.backends.base import Backend
 from ray_lora.config import EngineConfig
-from ray_lora.errors import ConfigError
+from ray_lora.errors import ConfigError, EngineDeadError
 from ray_lora.model.adapter_pool import AdapterPool, page_bytes
 from ray_lora.model.batch import Batch, build_batch
 from ray_lora.model.checkpoint import Checkpoint
@@ -67,7 +67,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult | None:
-        """Run one step; rank 0 returns what was sampled, the others None."""
+        """Run one step; rank 0 returns what was sampled, the others None. Without sequences the ranks only meet."""
         for request_id in plan.finished:
             self._sampler.finish(request_id)
         for start in plan.starts:
@@ -75,6 +75,8 @@ class ModelRunner:
         for adapter in plan.page_ins:
             assert self._pool is not None, "a plan pages in an adapter, but LoRA is off"
             self._pool.write(adapter, self._staged[adapter.version])
+        if not plan.sequences:
+            return self._meet(plan)
         batch = build_batch(
             plan,
             self._block_size,
@@ -86,6 +88,13 @@ class ModelRunner:
             self._backend.device,
         )
         return self._finish(plan, batch, self._decoder.forward(batch))
+
+    def _meet(self, plan: StepPlan) -> StepResult | None:
+        """Sum a one over the ranks, on their devices."""
+        total = self._parallel.all_reduce_(torch.ones(1, device=self._backend.device)).item()
+        if total != self._parallel.size:
+            raise EngineDeadError(f"{self._parallel.size} ranks sum up to {total}")
+        return StepResult(plan.step_id) if self._parallel.rank == 0 else None
 
     def stage(self, shard: AdapterShard) -> None:
         """Keep this rank's part of an adapter in host memory, from where plans page it in."""

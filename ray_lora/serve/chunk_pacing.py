@@ -53,7 +53,7 @@ def merge(chunks: Sequence[GenerateChunk]) -> GenerateChunk:
         for delta in chunk.outputs:
             before = deltas.get(delta.index)
             deltas[delta.index] = delta if before is None else _append(before, delta)
-    return replace(chunks[0], outputs=tuple(deltas.values()))
+    return replace(chunks[0], outputs=tuple(deltas.values()), metrics=chunks[-1].metrics)
 
 
 def _append(before: CompletionDelta, after: CompletionDelta) -> CompletionDelta:

@@ -115,6 +115,7 @@ class FakeExecutor:
     is_broken: Callable[[SequenceStart], bool] = lambda start: POISON in start.prompt_token_ids
     """Whether a request's logits are not finite."""
     before_step: Callable[[StepPlan], None] = lambda _: None
+    before_heartbeat: Callable[[], None] = lambda: None
     before_inspect: Callable[[str], None] = lambda _: None
     before_stage: Callable[[AdapterManifest], None] = lambda _: None
     before_drop: Callable[[str], None] = lambda _: None
@@ -122,6 +123,7 @@ class FakeExecutor:
     staged: dict[str, AdapterManifest] = field(default_factory=dict)
     calls: list[tuple[str, str]] = field(default_factory=list)
     """`("inspect", source)`, `("stage", version)` and `("drop", version)` in the order they came."""
+    num_heartbeats: int = 0
     dead: bool = False
     was_shut_down: bool = False
 
@@ -134,6 +136,8 @@ class FakeExecutor:
         self._lock = threading.Lock()
 
     def execute(self, plan: StepPlan) -> StepResult:
+        if not plan.sequences:
+            return self._meet(plan)
         self.before_step(plan)
         if self.dead:
             raise EngineDeadError("rank 0 is gone")
@@ -151,6 +155,13 @@ class FakeExecutor:
             if sequence.sample:
                 sampled.append(self._sample(request, sequence, values[-1]))
         return StepResult(plan.step_id, tuple(sampled), prompt_logprobs)
+
+    def _meet(self, plan: StepPlan) -> StepResult:
+        self.before_heartbeat()
+        if self.dead:
+            raise EngineDeadError("rank 0 is gone")
+        self.num_heartbeats += 1
+        return StepResult(plan.step_id)
 
     def inspect_adapter(self, source: str) -> AdapterManifest:
         self.calls.append(("inspect", source))

@@ -14,6 +14,7 @@ from ray_lora.request import (
     RequestOutput,
     SamplingParams,
 )
+from ray_lora.stats import AdapterStats
 from ray_lora.step import TokenLogprobs
 
 TOKENIZER = FakeTokenizer()
@@ -38,7 +39,7 @@ def push(
 def push_all(completion: Completion, text: str) -> RequestOutput:
     """Push characters until one of them ends the completion."""
     output = RequestOutput("r", None)
-    group = RequestGroup(GenerateRequest(prompt="PROMPT"), [completion], TOKENIZER)
+    group = RequestGroup(GenerateRequest(prompt="PROMPT"), [completion], TOKENIZER, AdapterStats())
     for place, character in enumerate(text):
         output.append(group.chunk([push(completion, character, "length" if place == len(text) - 1 else None)]))
         if output.finished:
@@ -147,7 +148,7 @@ def test_every_token_has_logprobs_even_where_it_gives_no_text() -> None:
     assert [delta.text for delta in deltas] == ["", "A"]
     assert all(delta.logprobs is not None and len(delta.logprobs) == 1 for delta in deltas)
     output = RequestOutput("r", None)
-    group = RequestGroup(GenerateRequest(prompt="P"), [completion], TOKENIZER)
+    group = RequestGroup(GenerateRequest(prompt="P"), [completion], TOKENIZER, AdapterStats())
     for delta in deltas:
         output.append(group.chunk([delta]))
     assert output.outputs[0].cumulative_logprob == -2.0
@@ -157,7 +158,7 @@ def test_the_first_chunk_alone_tells_of_the_prompt() -> None:
     completion = make_completion("AB", prompt_logprobs=0)
     completion.sequence.num_cached_tokens = 1
     completion.sequence.prompt_logprobs = [TokenLogprobs(18, -2.0, 3, ())]
-    group = RequestGroup(GenerateRequest(prompt="AB", request_id="mine"), [completion], TOKENIZER)
+    group = RequestGroup(GenerateRequest(prompt="AB", request_id="mine"), [completion], TOKENIZER, AdapterStats())
     first, second = group.chunk([push(completion, "C")]), group.chunk([push(completion, "D")])
     assert first.request_id == second.request_id == "mine"
     assert first.prompt_token_ids == (17, 18)
@@ -168,7 +169,7 @@ def test_the_first_chunk_alone_tells_of_the_prompt() -> None:
 
 def test_a_group_is_finished_when_all_its_completions_are() -> None:
     completions = [make_completion(index=index) for index in range(2)]
-    group = RequestGroup(GenerateRequest(prompt="P"), completions, TOKENIZER)
+    group = RequestGroup(GenerateRequest(prompt="P"), completions, TOKENIZER, AdapterStats())
     push(completions[1], "A", "length")
     assert not group.finished
     push(completions[0], "A", "stop")
