@@ -134,7 +134,7 @@ class EngineConfig(BaseModel):
     step_timeout_s: float = Field(300.0, gt=0)
     """A step that takes longer means a dead rank."""
 
-    max_adapter_labels: int = Field(100, ge=0)
+    max_adapter_labels: int = Field(64, ge=0)
     """Adapters that metrics tell apart; the others are one."""
     enable_log_requests: bool = False
     """Also log what was asked: prompts and sampling parameters."""

@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError
+from copy import deepcopy
 from types import TracebackType
 from typing import Any, TypeVar, cast
 
@@ -103,7 +104,7 @@ class LLM:
         return self._engine.list_adapters()
 
     def stats(self) -> EngineStats:
-        return self._engine.stats()
+        return deepcopy(self._engine.stats())
 
     def shutdown(self) -> None:
         """End what is running and free everything. Again is harmless."""

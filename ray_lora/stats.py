@@ -58,10 +58,15 @@ class AdapterStats:
     num_loads: int = 0
     """How often it came to host memory."""
     load_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(LOAD_STAGES, 0.0))
-    """In all loads."""
+    """In all loads together."""
     time_to_first_token: Histogram = field(default_factory=partial(Histogram, TTFT_BOUNDS))
     inter_token_latency: Histogram = field(default_factory=partial(Histogram, TOKEN_BOUNDS))
     queue_time: Histogram = field(default_factory=partial(Histogram, REQUEST_BOUNDS))
+
+    @property
+    def loads(self) -> dict[str, tuple[int, float]]:
+        """By stage: how many, and their seconds in all. Empty before the first."""
+        return {stage: (self.num_loads, total) for stage, total in self.load_seconds.items() if self.num_loads}
 
 
 @dataclass(slots=True)
@@ -121,3 +126,22 @@ class EngineStats:
     def requests_succeeded(self) -> dict[str, int]:
         """Completions that came to their end, by reason."""
         return {reason: count for reason in ("stop", "length") if (count := self.all.finished[reason])}
+
+    @property
+    def cache_config(self) -> dict[tuple[str, str], int]:
+        return {(str(self.block_size), str(self.num_kv_blocks)): 1}
+
+    @property
+    def adapter_tiers(self) -> dict[str, int]:
+        """The tiers of adapters that are told apart, as numbers that rise with speed."""
+        return {name: TIERS.index(tier) for name, tier in self.tiers.items() if name in self.by_adapter}
+
+    @property
+    def num_adapters(self) -> dict[str, int]:
+        """By tier."""
+        tiers = list(self.tiers.values())
+        return {tier: tiers.count(tier) for tier in TIERS}
+
+    @property
+    def num_adapter_labels(self) -> int:
+        return len(self.adapter_tiers)

@@ -32,12 +32,15 @@ class EngineClient(Protocol):
     async def list_adapters(self) -> list[AdapterInfo]: ...
 
     async def adapter_tiers(self) -> list[dict[Tier, TierUse]]:
-        """One entry per replica, as are `stats`."""
-
-    async def stats(self) -> list[EngineStats]:
         """One entry per replica."""
+
+    async def stats(self) -> dict[str, EngineStats]:
+        """By the replica's id."""
 
     async def model_info(self) -> ModelInfo: ...
 
     async def check_health(self) -> None:
-        """Raise EngineDeadError if a replica is gone."""
+        """Raise EngineDeadError if a replica is gone, or does not answer, or its ranks do not."""
+
+    async def missing(self) -> list[str]:
+        """What keeps requests from being answered as they should, in words; nothing if they can be."""

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ from pydantic import BaseModel
 from starlette.responses import JSONResponse, Response
 
 from ray_lora.errors import EngineDeadError, RayLoraError
+from ray_lora.request import GenerateRequest
 from ray_lora.serve.access import AdapterChanges, Authentication, tenant_of
 from ray_lora.serve.adapter_routes import VERSION_HEADER, add_adapter_routes
 from ray_lora.serve.http_errors import body_of, error_body, install_error_handlers, model_not_found
@@ -19,6 +21,7 @@ from ray_lora.serve.openai_types import ChatCompletionRequest, CompletionRequest
 from ray_lora.serve.prometheus_text import metrics_text
 from ray_lora.serve.prompt_streams import Numbered, gather_requests, stream_requests
 from ray_lora.serve.request_body import parse_body
+from ray_lora.serve.request_spans import trace_headers
 from ray_lora.serve.served_model import ServedModel, in_callers_words, make_request_id
 from ray_lora.serve.sse import DONE, ChatWriter, CompletionWriter, EventStream, EventWriter, event
 
@@ -49,7 +52,7 @@ def _add_generation_routes(app: FastAPI, served: ServedModel) -> None:
         head = _head("chatcmpl", request, body, served)
         tenant = tenant_of(request)
         generate = partial(served.generate, tenant)
-        requests = [served.chat_request(body, head.id, tenant)]
+        requests = _traced([served.chat_request(body, head.id, tenant)], request, served)
         translate = _translator(body, "messages")
         if body.stream:
             writer = ChatWriter(head, body, served.tokenizer)
@@ -68,6 +71,7 @@ def _add_generation_routes(app: FastAPI, served: ServedModel) -> None:
         tenant = tenant_of(request)
         generate = partial(served.generate, tenant)
         requests, echoes = served.completion_requests(body, head.id, tenant)
+        requests = _traced(requests, request, served)
         translate = _translator(body, "prompt")
         if body.stream:
             writer = CompletionWriter(head, body, echoes, served.tokenizer)
@@ -108,6 +112,11 @@ def _add_model_routes(app: FastAPI, served: ServedModel) -> None:
     async def health() -> Response:
         await served.client.check_health()
         return Response()
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        missing = await served.client.missing()
+        return JSONResponse({"ready": not missing, "missing": missing}, 503 if missing else 200)
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -154,6 +163,11 @@ def _head(
 ) -> AnswerHead:
     given = body.request_id or request.headers.get(REQUEST_ID_HEADER)
     return AnswerHead(make_request_id(prefix, given), body.model or served.base)
+
+
+def _traced(requests: list[GenerateRequest], request: Request, served: ServedModel) -> list[GenerateRequest]:
+    headers = trace_headers(served.config, request.headers)
+    return requests if headers is None else [replace(each, trace_headers=headers) for each in requests]
 
 
 def _translator(body: ChatCompletionRequest | CompletionRequest, prompt_field: str) -> Translate:

@@ -22,6 +22,7 @@ from ray_lora.serve.call_kind import is_streaming_call
 from ray_lora.serve.chunk_pacing import paced
 from ray_lora.serve.http_api import build_api
 from ray_lora.serve.replica_client import ReplicaClient
+from ray_lora.serve.request_observer import RequestObserver
 from ray_lora.serve.served_model import ServedModel, make_request_id
 from ray_lora.serve.tokenizer import Tokenizer
 from ray_lora.serve.tokenizer_loader import load_tokenizer
@@ -34,8 +35,8 @@ class Ingress:
     """Text in and out; the model itself is behind `replicas`."""
 
     def __init__(self, config: EngineConfig, replicas: DeploymentHandle[Any]) -> None:
-        self._client = ReplicaClient(replicas)
         tokenizer = load_tokenizer(config)
+        self._client = ReplicaClient(replicas, RequestObserver(config, tokenizer.decode))
         if isinstance(tokenizer, Tokenizer):
             _ = tokenizer.chat_template  # now rather than with the first chat, because it takes a second
         self._served = ServedModel(config, tokenizer, self._client)

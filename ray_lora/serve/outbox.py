@@ -86,11 +86,12 @@ def _pack(chunk: GenerateChunk) -> tuple[Any, ...]:
         for delta in chunk.outputs
     ]
     head = (chunk.request_id, outputs)
-    if chunk.prompt_token_ids is None:
+    if chunk.prompt_token_ids is None and chunk.metrics is None:
         return head
-    return (*head, chunk.prompt_token_ids, chunk.prompt_logprobs, chunk.num_cached_tokens, chunk.adapter_version)
+    prompt = (chunk.prompt_token_ids, chunk.prompt_logprobs, chunk.num_cached_tokens, chunk.adapter_version)
+    return (*head, *prompt, chunk.metrics)
 
 
 def _unpack(packed: tuple[Any, ...]) -> GenerateChunk:
-    request_id, outputs, *prompt = packed
-    return GenerateChunk(request_id, tuple([CompletionDelta(*delta) for delta in outputs]), *prompt)
+    request_id, outputs, *rest = packed
+    return GenerateChunk(request_id, tuple([CompletionDelta(*delta) for delta in outputs]), *rest)

@@ -14,6 +14,7 @@ from ray_lora.config import EngineConfig
 from ray_lora.errors import RayLoraError
 from ray_lora.request import GenerateChunk, GenerateRequest
 from ray_lora.serve.outbox import Outbox
+from ray_lora.serve.ray_metrics import RayMetrics
 from ray_lora.stats import EngineStats
 from ray_lora.step import ModelInfo
 
@@ -39,6 +40,7 @@ class Engine(Protocol):
     def adapter_tiers(self) -> dict[Tier, TierUse]: ...
     def stats(self) -> EngineStats: ...
     async def check_health(self) -> None: ...
+    async def missing(self) -> list[str]: ...
     async def shutdown(self) -> None: ...
 
 
@@ -65,6 +67,8 @@ class LLMReplica:
         self._engine = await start(config)
         self._id = serve.get_replica_context().replica_id.unique_id
         self._outboxes: dict[str, Outbox] = {}
+        self._metrics = RayMetrics(config.base_model_name, self._engine.stats())
+        self._publishing = asyncio.create_task(self._metrics.publish_for_ever(self._engine.stats))
 
     async def submit(self, request: GenerateRequest, ingress_id: str, key: int) -> AsyncGenerator[Accepted, None]:
         """Run a request; its chunks, end or error go to the ingress's outbox. Cancelling this cancels the request."""
@@ -76,6 +80,8 @@ class LLMReplica:
                 async with aclosing(self._engine.generate(request)) as chunks:
                     async for chunk in chunks:
                         outbox.put(key, chunk)
+                        if chunk.metrics is not None:
+                            self._metrics.observe(chunk.metrics)
                 outbox.put(key, None)
             except RayLoraError as error:
                 outbox.put(key, error)
@@ -110,8 +116,9 @@ class LLMReplica:
     async def adapter_tiers(self) -> dict[Tier, TierUse]:
         return self._engine.adapter_tiers()
 
-    async def stats(self) -> EngineStats:
-        return self._engine.stats()
+    async def stats(self) -> tuple[str, EngineStats]:
+        """With the replica's id."""
+        return self._id, self._engine.stats()
 
     async def model_info(self) -> ModelInfo:
         return self._engine.info
@@ -119,6 +126,9 @@ class LLMReplica:
     async def check_health(self) -> None:
         """Called by Serve, which rebuilds a replica that raises."""
         await self._engine.check_health()
+
+    async def missing(self) -> list[str]:
+        return await self._engine.missing()
 
     async def __del__(self) -> None:
         if hasattr(self, "_engine"):

@@ -16,10 +16,14 @@ from ray_lora.errors import CapacityError, EngineDeadError, RayLoraError
 from ray_lora.request import GenerateChunk, GenerateRequest
 from ray_lora.serve.outbox import Item, decode
 from ray_lora.serve.replica import Accepted
+from ray_lora.serve.request_observer import RequestObserver
 from ray_lora.stats import EngineStats
 from ray_lora.step import ModelInfo
 
 logger = logging.getLogger("ray.serve")
+
+HEALTH_TIMEOUT_S = 4.5
+"""A replica that does not say within this how it is, is not well; its ranks get 3 s to say so themselves."""
 
 
 class ReplicaClient:
@@ -29,8 +33,9 @@ class ReplicaClient:
     cancellation. What a replica has to tell comes through one stream for all of them; see `outbox.py`.
     """
 
-    def __init__(self, handle: DeploymentHandle[Any]) -> None:
+    def __init__(self, handle: DeploymentHandle[Any], observer: RequestObserver) -> None:
         self._handle = handle
+        self._observer = observer
         self._submit = handle.options(method_name="submit", stream=True)
         self._outbox = handle.options(method_name="outbox", stream=True)
         self._id = uuid.uuid4().hex
@@ -48,12 +53,14 @@ class ReplicaClient:
         watching = self._start(self._watch(call, key))
         is_over = False
         try:
-            while (item := await queue.get()) is not None:
-                if isinstance(item, RayLoraError):
-                    is_over = True
-                    raise item
-                yield item
-            is_over = True
+            with self._observer.watch(request) as record:
+                while (item := await queue.get()) is not None:
+                    if isinstance(item, RayLoraError):
+                        is_over = True
+                        raise item
+                    record.add(item)
+                    yield item
+                is_over = True
         finally:
             del self._queues[key]
             self._replica_of.pop(key, None)
@@ -86,15 +93,22 @@ class ReplicaClient:
     async def adapter_tiers(self) -> list[dict[Tier, TierUse]]:
         return await self._on_all("adapter_tiers")
 
-    async def stats(self) -> list[EngineStats]:
-        return await self._on_all("stats")
+    async def stats(self) -> dict[str, EngineStats]:
+        return dict(await self._on_all("stats"))
 
     async def model_info(self) -> ModelInfo:
         info: ModelInfo = await _result(self._handle.model_info.remote())
         return info
 
     async def check_health(self) -> None:
-        await self._on_all("check_health")
+        await self._ask_all("check_health")
+
+    async def missing(self) -> list[str]:
+        try:
+            answers = await self._ask_all("missing")
+        except EngineDeadError as error:
+            return [str(error)]
+        return [reason for answer in answers for reason in answer]
 
     async def _watch(self, call: DeploymentResponseGenerator[Accepted], key: int) -> None:
         """Follow a request's own call: where it runs, and whether it breaks."""
@@ -130,6 +144,14 @@ class ReplicaClient:
         queue = self._queues.get(key)
         if queue is not None:
             queue.put_nowait(item)
+
+    async def _ask_all(self, method: str) -> list[Any]:
+        """Call every replica, but wait for none that hangs."""
+        try:
+            async with asyncio.timeout(HEALTH_TIMEOUT_S):
+                return await self._on_all(method)
+        except TimeoutError:
+            raise EngineDeadError(f"a replica did not answer within {HEALTH_TIMEOUT_S} s") from None
 
     async def _on_all(self, method: str, *args: object) -> list[Any]:
         """Call every replica; the first error counts."""

@@ -12,6 +12,7 @@ from ray_lora.config import EngineConfig
 from ray_lora.errors import ConfigError, InvalidRequestError
 from ray_lora.names import check_adapter_name, url_scheme
 from ray_lora.serve.key_ring import KeyRing
+from ray_lora.serve.request_spans import check_tracing
 from ray_lora.serve.tokenizer import Tokenizer
 from ray_lora.serve.tokenizer_loader import load_tokenizer
 
@@ -58,8 +59,8 @@ def check_exposure(config: EngineConfig, host: str | None) -> None:
 def check_files(config: EngineConfig) -> None:
     """
     Raises:
-        ConfigError: the model, its tokenizer, an adapter or the file of API keys is missing or cannot be served; one
-            line that names it.
+        ConfigError: the model, its tokenizer, an adapter, the file of API keys or what traces need is missing or cannot
+            be served; one line that names it.
     """
     KeyRing(config)
     if not config.model_path.is_dir():
@@ -70,6 +71,7 @@ def check_files(config: EngineConfig) -> None:
         _ = tokenizer.chat_template
     if config.lora_resolver_dir is not None and not Path(config.lora_resolver_dir).expanduser().is_dir():
         raise ConfigError(f"lora_resolver_dir: {config.lora_resolver_dir} is not a directory")
+    check_tracing(config)
     names = set()
     for module in config.lora_modules:
         try:

@@ -25,7 +25,7 @@ from ray_lora.errors import (
 )
 from ray_lora.request import CompletionDelta, GenerateChunk, GenerateRequest, Logprob, LogprobsDict
 from ray_lora.serve.tokenizer import Tokenizer
-from ray_lora.stats import EngineStats
+from ray_lora.stats import AdapterStats, EngineStats, RequestStats
 from ray_lora.step import ModelInfo
 
 MAX_MODEL_LEN = 64
@@ -162,23 +162,32 @@ class FakeEngine:
         return EngineStats(
             num_requests_running=self.num_running,
             num_requests_waiting=0,
+            num_kv_blocks=100,
+            block_size=16,
             kv_cache_usage=0.25,
             num_preemptions=3,
-            prompt_tokens=40,
-            generation_tokens=50,
             prefix_cache_queries=60,
             prefix_cache_hits=len(self.cancelled),
-            requests_succeeded={"stop": 1, "length": 2},
             running_adapters=("pirate",),
             waiting_adapters=(),
             resident_adapters=tuple(self.adapters),
             num_lora_pages=24,
             num_free_lora_pages=20,
+            tiers={name: info.tier for name, info in self.adapters.items()},
+            load_failures={},
+            all=AdapterStats(prompt_tokens=40, generation_tokens=50, finished={"stop": 1, "length": 2}),
+            requests=RequestStats(),
+            by_adapter={"smollm2": AdapterStats(), "pirate": AdapterStats(num_loads=2)},
+            max_adapter_labels=64,
+            last_step_age_s=0.5,
         )
 
     async def check_health(self) -> None:
         if self.is_dead:
             raise EngineDeadError("rank 1 is gone")
+
+    async def missing(self) -> list[str]:
+        return ["rank 1 is gone"] if self.is_dead else []
 
     async def shutdown(self) -> None:
         self.is_shut_down = True
@@ -218,6 +227,7 @@ class FakeClient:
         self.pin_adapter = engine.pin_adapter
         self.validate_adapter = engine.validate_adapter
         self.check_health = engine.check_health
+        self.missing = engine.missing
 
     async def adapter_tiers(self) -> list[dict[Tier, TierUse]]:
         return [self.engine.adapter_tiers()]
@@ -230,8 +240,8 @@ class FakeClient:
     async def list_adapters(self) -> list[AdapterInfo]:
         return self.engine.list_adapters()
 
-    async def stats(self) -> list[EngineStats]:
-        return [self.engine.stats()]
+    async def stats(self) -> dict[str, EngineStats]:
+        return {"0": self.engine.stats()}
 
     async def model_info(self) -> ModelInfo:
         return self.engine.info
