@@ -131,6 +131,8 @@ class LLMReplica:
         return await self._engine.missing()
 
     async def __del__(self) -> None:
+        if hasattr(self, "_publishing"):
+            self._publishing.cancel()
         if hasattr(self, "_engine"):
             await self._engine.shutdown()
 

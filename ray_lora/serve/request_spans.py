@@ -36,9 +36,9 @@ class RequestTracer:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         self._base = base
-        provider = TracerProvider(resource=Resource.create({"service.name": "ray_lora"}))
-        provider.add_span_processor(processor)
-        self._tracer = provider.get_tracer("ray_lora")
+        self._provider = TracerProvider(resource=Resource.create({"service.name": "ray_lora"}))
+        self._provider.add_span_processor(processor)
+        self._tracer = self._provider.get_tracer("ray_lora")
         self._propagator = TraceContextTextMapPropagator()
 
     def trace(self, record: RequestRecord) -> None:
@@ -56,6 +56,10 @@ class RequestTracer:
             self._tracer.start_span(name, parent, start_time=begin).end(end)
             begin = end
         root.end(record.end_ns)
+
+    def shutdown(self) -> None:
+        """Send what has not been sent. Happens by itself when the process ends."""
+        self._provider.shutdown()
 
     def _attributes(self, record: RequestRecord) -> dict[str, Any]:
         request, metrics = record.request, record.metrics

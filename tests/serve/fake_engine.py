@@ -23,7 +23,7 @@ from ray_lora.errors import (
     RayLoraError,
     VersionConflictError,
 )
-from ray_lora.request import CompletionDelta, GenerateChunk, GenerateRequest, Logprob, LogprobsDict
+from ray_lora.request import CompletionDelta, GenerateChunk, GenerateRequest, Logprob, LogprobsDict, RequestMetrics
 from ray_lora.serve.tokenizer import Tokenizer
 from ray_lora.stats import AdapterStats, EngineStats, RequestStats
 from ray_lora.step import ModelInfo
@@ -32,6 +32,10 @@ MAX_MODEL_LEN = 64
 VOCAB_SIZE = 49152
 PAGE_BYTES = 1000
 MAX_PINS = 1
+METRICS = RequestMetrics(0.0, 0.001, 0.002, 0.003, prompt_tokens=5, generation_tokens=7)
+"""Of every request that comes to its end."""
+FIRST_TOKENS_S = (0.015, 0.02, 0.03, 1e4)
+"""What the base model's requests waited for their first tokens, as `stats` has it."""
 TROUBLE: dict[int | None, RayLoraError] = {
     -1: NumericsError("the logits are not finite"),
     -2: EngineDeadError("rank 1 is gone"),
@@ -102,7 +106,8 @@ class FakeEngine:
                     entry = None if params.logprobs is None else (self._logprobs(token, params.logprobs),)
                     deltas.append(CompletionDelta(index, detokenizer.push(token), (token,), entry, reason))
                 is_done = position == num_tokens - 1
-                yield self._chunk(request, prompt, deltas, position == 0)
+                chunk = self._chunk(request, prompt, deltas, position == 0)
+                yield replace(chunk, metrics=METRICS) if is_done else chunk
         finally:
             self.num_running -= 1
             if not is_done:
@@ -159,6 +164,9 @@ class FakeEngine:
         return list(self.adapters.values())
 
     def stats(self) -> EngineStats:
+        base = AdapterStats()
+        for seconds in FIRST_TOKENS_S:
+            base.time_to_first_token.observe(seconds)
         return EngineStats(
             num_requests_running=self.num_running,
             num_requests_waiting=0,
@@ -173,11 +181,11 @@ class FakeEngine:
             resident_adapters=tuple(self.adapters),
             num_lora_pages=24,
             num_free_lora_pages=20,
-            tiers={name: info.tier for name, info in self.adapters.items()},
+            tiers={"pirate": "host"},
             load_failures={},
             all=AdapterStats(prompt_tokens=40, generation_tokens=50, finished={"stop": 1, "length": 2}),
             requests=RequestStats(),
-            by_adapter={"smollm2": AdapterStats(), "pirate": AdapterStats(num_loads=2)},
+            by_adapter={"smollm2": base, "pirate": AdapterStats(num_loads=2)},
             max_adapter_labels=64,
             last_step_age_s=0.5,
         )

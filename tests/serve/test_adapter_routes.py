@@ -167,6 +167,14 @@ def test_health_tells_of_a_dead_engine(http: httpx.Client, server: Server) -> No
     assert answer.json()["error"]["message"] == "rank 1 is gone"
 
 
+def test_ready_names_what_is_missing(http: httpx.Client, server: Server) -> None:
+    answer = http.get("/ready")
+    assert (answer.status_code, answer.json()) == (200, {"ready": True, "missing": []})
+    server.engine.is_dead = True
+    answer = http.get("/ready")
+    assert (answer.status_code, answer.json()) == (503, {"ready": False, "missing": ["rank 1 is gone"]})
+
+
 def test_metrics_have_vllms_names(http: httpx.Client) -> None:
     answer = http.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain")

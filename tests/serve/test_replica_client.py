@@ -14,6 +14,7 @@ from ray_lora.serve import outbox as outbox_module
 from ray_lora.serve import replica as replica_module
 from ray_lora.serve.replica import LLMReplica
 from ray_lora.serve.replica_client import ReplicaClient
+from ray_lora.serve.request_observer import RequestObserver
 
 Replica = type("Replica", (LLMReplica,), {"__del__": lambda self: None})
 """Serve awaits the replica's own `__del__`; here nobody does."""
@@ -43,7 +44,8 @@ def test_requests_after_any_pause_are_answered(config: EngineConfig, monkeypatch
     async def main() -> None:
         replica: LLMReplica = Replica.__new__(Replica)
         await Replica.__init__(replica, config, start_fake)
-        client = ReplicaClient(DirectHandle(replica))  # type: ignore[arg-type]
+        observer = RequestObserver(config, lambda _: "")
+        client = ReplicaClient(DirectHandle(replica), observer)  # type: ignore[arg-type]
         for pause_s in (0.0, 0.1, 0.6, 0.0, 0.6, 0.28):
             await asyncio.sleep(pause_s)
             request = GenerateRequest(prompt=[5, 6], sampling_params=SamplingParams(max_tokens=3))

@@ -13,6 +13,7 @@ import httpx
 import pytest
 import ray
 from openai import OpenAI
+from prometheus_client.parser import text_string_to_metric_families
 from ray import cloudpickle, serve
 from ray.serve.handle import DeploymentHandle
 from test_http_api import events
@@ -181,6 +182,7 @@ def test_statuses_and_headers_survive_the_proxy(http: httpx.Client) -> None:
     assert http.post("/v1/completions", json={"prompt": "a", "n": 0}).json()["error"]["param"] == "n"
     assert http.get("/nothing").json()["error"]["code"] == 404
     assert http.get("/health").status_code == 200
+    assert http.get("/ready").json() == {"ready": True, "missing": []}
     answer = http.post("/v1/completions", json={"prompt": "a"}, headers={"X-Request-Id": "r7"})
     assert (answer.headers["x-request-id"], answer.json()["id"]) == ("r7", "cmpl-r7")
     answer = http.post("/v1/completions", json={"prompt": "a", "seed": -1, "stream": True})
@@ -218,6 +220,23 @@ def test_streaming_goes_on_after_a_pause(handle: DeploymentHandle) -> None:
     for _ in range(2):
         assert len(handle.generate.remote(request([2000], 5)).result(timeout_s=30).outputs[0].token_ids) == 5
         time.sleep(1.3)
+
+
+def test_rays_exporter_has_the_metrics_too(handle: DeploymentHandle) -> None:
+    handle.generate.remote(request([2000], 5)).result(timeout_s=30)
+    exporter = f"http://127.0.0.1:{ray.nodes()[0]['MetricsExportPort']}/metrics"
+    labels = {"model_name": "smollm2", "application": "llama", "deployment": "LLMReplica"}
+
+    def value_of(name: str) -> float | None:
+        for family in text_string_to_metric_families(httpx.get(exporter, timeout=20).text):
+            for sample in family.samples:
+                if sample.name == name and labels.items() <= sample.labels.items():
+                    return float(sample.value)
+        return None
+
+    wait_for(lambda: (value_of("ray_vllm_e2e_request_latency_seconds_count") or 0) > 0, 40)
+    assert value_of("ray_vllm_kv_cache_usage_perc") == 0.25
+    assert value_of("ray_vllm_generation_tokens_total") == 50
 
 
 def test_a_replica_that_dies_ends_its_requests_and_is_replaced(handle: DeploymentHandle, http: httpx.Client) -> None:
