@@ -13,6 +13,7 @@ import pytest
 from driver import make_config, make_executor
 from fake_executor import POISON, FakeExecutor, FakeTokenizer, expected_tokens, make_manifest
 
+from ray_lora.engine import async_engine
 from ray_lora.engine.async_engine import AsyncEngine
 from ray_lora.errors import (
     AdapterExistsError,
@@ -637,6 +638,45 @@ async def test_health_is_what_the_ranks_say() -> None:
         server.executor.dead = True
         with pytest.raises(EngineDeadError, match="rank 0 is gone"):
             await server.engine.check_health()
+
+
+@in_event_loop
+async def test_idle_ranks_meet_again_and_again_and_a_dead_one_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(async_engine, "HEARTBEAT_S", 0.005)
+    async with serving() as server:
+        await until(lambda: server.executor.num_heartbeats > 2)
+        assert (await server.generate([1, 2, 3])).outputs[0].token_ids == expected(None, [1, 2, 3])
+        assert await server.engine.missing() == []
+        server.executor.dead = True
+        await until(lambda: server.engine._dead is not None)
+        assert await server.engine.missing() == ["rank 0 is gone"]
+
+
+@in_event_loop
+async def test_an_idle_engine_whose_ranks_cannot_meet_is_not_healthy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(async_engine, "HEARTBEAT_S", 0.005)
+    monkeypatch.setattr(async_engine, "OVERDUE_S", 0.05)
+    stuck = threading.Event()
+    async with serving() as server:
+        server.executor.before_heartbeat = lambda: stuck.wait(TIMEOUT_S) and None
+        await until(lambda: server.engine.stats().last_step_age_s > 0.05)
+        with pytest.raises(EngineDeadError, match="no step has gone through every rank for"):
+            await server.engine.check_health()
+        stuck.set()
+        await until(lambda: server.engine.stats().last_step_age_s < 0.05)
+        await server.engine.check_health()
+
+
+@in_event_loop
+async def test_a_long_step_is_healthy_as_long_as_the_ranks_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(async_engine, "OVERDUE_S", 0.0)
+    async with serving() as server:
+        gate = Gate(server.executor)
+        stream = server.start([1, 2, 3])
+        await until(lambda: gate.num_arrived == 1)
+        await server.engine.check_health()
+        gate.open()
+        await stream
 
 
 @in_event_loop
