@@ -1,6 +1,6 @@
 """What the host knows about an adapter once its files have been read and accepted."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 PAGE_RANK = 16
@@ -34,10 +34,24 @@ class AdapterManifest:
     """Size of its tensors in the file."""
     shard_bytes: int
     """Host memory that it takes on each rank; on the largest, if they differ."""
+    fetch_s: float = field(default=0.0, compare=False)
+    """How long it took to fetch what was read; next to nothing for a local directory."""
+    parse_s: float = field(default=0.0, compare=False)
+    """How long it took to copy and check that."""
 
     @property
     def num_pages(self) -> int:
         return num_pages(self.rank)
+
+
+@dataclass(frozen=True, slots=True)
+class StagingTimes:
+    """Seconds in which an adapter came to every rank, as rank 0 saw it."""
+
+    stage_s: float
+    """Until rank 0 had sent every rank its part and checked its own."""
+    barrier_s: float
+    """From then until all ranks agreed on what they hold."""
 
 
 @dataclass(frozen=True, slots=True)

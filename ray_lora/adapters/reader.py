@@ -7,9 +7,11 @@ content of what is kept here, and of what is in use until it is forgotten.
 
 import os
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -71,8 +73,11 @@ class AdapterReader:
             AdapterRejectedError: the adapter cannot be honoured; `param` is the field, file or tensor at fault.
             CapacityError: the store is full.
         """
+        begin = time.monotonic()
         with self._fetched(source) as directory:
-            return self._inspect(directory, without_credentials(source))
+            fetched = time.monotonic()
+            manifest = self._inspect(directory, without_credentials(source))
+        return replace(manifest, fetch_s=fetched - begin, parse_s=time.monotonic() - fetched)
 
     def validate(self, source: str) -> AdapterValidation:
         """What `inspect` would say, with all that is wrong with the configuration in place of the first error.

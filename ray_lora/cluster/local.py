@@ -2,7 +2,7 @@
 
 import threading
 
-from ray_lora.adapter import AdapterManifest, AdapterValidation
+from ray_lora.adapter import AdapterManifest, AdapterValidation, StagingTimes
 from ray_lora.cluster.background import background_threads
 from ray_lora.cluster.worker import Worker
 from ray_lora.config import MAX_FETCHES, EngineConfig
@@ -36,10 +36,10 @@ class LocalExecutor:
     def keep_adapter(self, manifest: AdapterManifest) -> None:
         self._worker.keep_adapter(manifest)
 
-    def stage_adapter(self, manifest: AdapterManifest) -> None:
+    def stage_adapter(self, manifest: AdapterManifest) -> StagingTimes:
         with self._adapter_lock:
             try:
-                self._threads.submit(self._worker.stage_adapter, manifest).result()
+                return self._threads.submit(self._worker.stage_adapter, manifest).result()
             except BaseException:
                 self._worker.drop_adapter(manifest.version)
                 raise

@@ -15,7 +15,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from ray_lora.adapter import AdapterManifest, AdapterValidation
+from ray_lora.adapter import AdapterManifest, AdapterValidation, StagingTimes
 from ray_lora.cluster.step_link import StepHub
 from ray_lora.cluster.worker import Worker
 from ray_lora.config import MAX_FETCHES, EngineConfig
@@ -83,9 +83,10 @@ class RayTPExecutor:
     def keep_adapter(self, manifest: AdapterManifest) -> None:
         self._call_all("keep_adapter", "adapters", manifest, workers=self._workers[:1])
 
-    def stage_adapter(self, manifest: AdapterManifest) -> None:
+    def stage_adapter(self, manifest: AdapterManifest) -> StagingTimes:
         try:
-            self._call_all("stage_adapter", "adapters", manifest)
+            times: StagingTimes = self._call_all("stage_adapter", "adapters", manifest)[0]
+            return times
         except BaseException:
             self.drop_adapter(manifest.version)
             raise

@@ -5,13 +5,14 @@ load: the reader's offer, the ranks' readiness, the transfer, and the digests. T
 the shard only if every rank holds exactly what the reader cut for it.
 """
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from ray_lora.adapter import AdapterManifest
+from ray_lora.adapter import AdapterManifest, StagingTimes
 from ray_lora.adapters.reader import AdapterReader
 from ray_lora.adapters.shard import AdapterShard, ShardHeader
 from ray_lora.adapters.shard_cut import shard_weights
@@ -51,8 +52,8 @@ class AdapterStaging:
         self._reader = reader
         self._make_digest = make_digest
 
-    def receive(self, manifest: AdapterManifest) -> AdapterShard:
-        """This rank's part of an adapter, once all ranks agree.
+    def receive(self, manifest: AdapterManifest) -> tuple[AdapterShard, StagingTimes]:
+        """This rank's part of an adapter, once all ranks agree, and how long that took.
 
         Raises:
             RayLoraError: the reader's reason, or AdapterStagingError from any rank; the same on every rank.
@@ -65,7 +66,8 @@ class AdapterStaging:
                 f"a rank was lost while adapter {manifest.version[:12]} was staged: {error}"
             ) from None
 
-    def _receive(self, manifest: AdapterManifest) -> AdapterShard:
+    def _receive(self, manifest: AdapterManifest) -> tuple[AdapterShard, StagingTimes]:
+        begin = time.monotonic()
         shards = self._cut(manifest) if self._reader is not None else None
         offer = self._broadcast(None if shards is None else _offer(shards))
         if offer.error is not None:
@@ -80,8 +82,10 @@ class AdapterStaging:
             assert buffer is not None, "agreed without a buffer"
             dist.recv(buffer, src=0, group=self._group)
             shard = AdapterShard(offer.headers[self._rank], buffer)
-        self._agree(self._verify(shard, offer.digests[self._rank]))
-        return shard
+        failure = self._verify(shard, offer.digests[self._rank])
+        staged = time.monotonic()
+        self._agree(failure)
+        return shard, StagingTimes(staged - begin, time.monotonic() - staged)
 
     def _cut(self, manifest: AdapterManifest) -> list[AdapterShard] | RayLoraError:
         assert self._reader is not None

@@ -12,7 +12,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from ray_lora.adapter import AdapterManifest, AdapterValidation
+from ray_lora.adapter import AdapterManifest, AdapterValidation, StagingTimes
 from ray_lora.adapters.reader import AdapterReader
 from ray_lora.adapters.shard import AdapterShard
 from ray_lora.adapters.store import AdapterStore
@@ -114,10 +114,12 @@ class Worker:
         assert self._reader is not None, "only rank 0 reads adapters"
         self._reader.keep(manifest)
 
-    def stage_adapter(self, manifest: AdapterManifest) -> None:
+    def stage_adapter(self, manifest: AdapterManifest) -> StagingTimes:
         """Receive this rank's part; returns once all ranks agree, raises on every rank if one does not."""
         give_way()
-        self._runner.stage(self._staging.receive(manifest))
+        shard, times = self._staging.receive(manifest)
+        self._runner.stage(shard)
+        return times
 
     def drop_adapter(self, version: str, forget: bool = True) -> None:
         self._runner.drop(version)

@@ -11,6 +11,7 @@ from ray_lora.adapter import AdapterInfo, AdapterManifest, AdapterValidation, Re
 from ray_lora.config import MAX_FETCHES, EngineConfig
 from ray_lora.engine.adapter_manager import AdapterManager
 from ray_lora.engine.adapter_resolver import AdapterResolver, Candidate
+from ray_lora.engine.engine_metrics import EngineMetrics
 from ray_lora.engine.executor import Executor
 from ray_lora.engine.host_tier import EngineCall, HostTier
 from ray_lora.engine.shared_calls import SharedCalls
@@ -36,8 +37,10 @@ class AdapterLoader:
         adapters: AdapterManager,
         call: EngineCall,
         resolvers: Sequence[AdapterResolver],
+        metrics: EngineMetrics,
     ) -> None:
-        self.host = HostTier(config, executor, adapters, call)
+        self.host = HostTier(config, executor, adapters, call, metrics)
+        self._metrics = metrics
         self._config = config
         self._executor = executor
         self._adapters = adapters
@@ -53,7 +56,8 @@ class AdapterLoader:
     ) -> tuple[AdapterInfo, bool]:
         """See `AsyncEngine.load_adapter`."""
         check_adapter_name(name, self._config.base_model_name)
-        return await self._carry_through(self._load(name, Candidate(path), load_inplace, expected_version))
+        with self._metrics.counting_failed_loads():
+            return await self._carry_through(self._load(name, Candidate(path), load_inplace, expected_version))
 
     async def unload(self, name: str) -> None:
         """See `AsyncEngine.unload_adapter`."""
@@ -122,23 +126,27 @@ class AdapterLoader:
             checked = partial(self._adapters.check_register, name, manifest, load_inplace, expected_version)
             if not await self._call(checked):
                 return self._adapters.info(name), False
-            register = self._adapters.register
-            if makes_room:
-                await self.host.stage(manifest)
-            elif not await self.host.stage_if_room(manifest):
+            register, staged = self._adapters.register, None
+            if makes_room or self.host.has_room(manifest):
+                staged = await self.host.stage(manifest)
+            else:
+                await self.host.keep(manifest)
                 register = self._adapters.register_cold
-            await self._call(partial(register, name, manifest))
+            read = {"fetch": manifest.fetch_s, "parse": manifest.parse_s}
+            await self.host.commit(name, partial(register, name, manifest), staged, read)
             return self._adapters.info(name), True
 
     async def _resolve(self, name: str) -> None:
         for resolver in self._resolvers:
             candidate = await asyncio.to_thread(resolver.find, name)
             if candidate is not None:
-                await self._load(name, candidate, load_inplace=False)
+                with self._metrics.counting_failed_loads():
+                    await self._load(name, candidate, load_inplace=False)
                 return
 
     async def _recall(self, name: str, candidate: Candidate) -> None:
-        await self._load(name, candidate, load_inplace=False, makes_room=False)
+        with self._metrics.counting_failed_loads():
+            await self._load(name, candidate, load_inplace=False, makes_room=False)
 
     async def _pin(self, name: str) -> AdapterInfo:
         await self._call(lambda: self._adapters.pin(name))

@@ -8,7 +8,7 @@ second while a running request uses them, and neither while a name that points t
 import time
 from collections.abc import Callable, Iterable
 
-from ray_lora.adapter import AdapterInfo, AdapterManifest, num_pages
+from ray_lora.adapter import AdapterInfo, AdapterManifest, Tier, num_pages
 from ray_lora.engine.adapter_pages import AdapterPages
 from ray_lora.engine.adapter_version import Registration, Version
 from ray_lora.errors import (
@@ -31,14 +31,20 @@ class AdapterManager:
         max_rank: int,
         max_host_bytes: int | None = None,
         now: Callable[[], float] = time.time,
+        on_evict: Callable[[str | None, Tier], None] = lambda name, tier: None,
     ) -> None:
-        self.pages = AdapterPages(num_pages, max_resident)
+        """
+        Args:
+            on_evict: told the name, if it still has one, of each that leaves a tier to make room for others.
+        """
+        self.pages = AdapterPages(num_pages, max_resident, lambda version: self._tell_evicted(version, "device"))
         self.max_rank = max_rank
         self.max_host_bytes = max_host_bytes
         self._names: dict[str, Registration] = {}
         self._versions: dict[str, Version] = {}
         self._dead: list[str] = []
         self._now = now
+        self._on_evict = on_evict
         self._clock = 0
 
     @property
@@ -80,6 +86,7 @@ class AdapterManager:
         oldest = min(idle, key=lambda version: version.last_used)
         oldest.is_staged = False
         self.pages.free(oldest)
+        self._tell_evicted(oldest, "host")
         return oldest.manifest.version
 
     def mark_staged(self, version: str) -> None:
@@ -216,6 +223,9 @@ class AdapterManager:
         if entry is None:
             raise NotFoundError(f"The lora adapter '{name}' cannot be found.", "lora_name")
         return entry
+
+    def _tell_evicted(self, version: Version, tier: Tier) -> None:
+        self._on_evict(next((name for name, entry in self._names.items() if entry.version is version), None), tier)
 
     def _pinned(self, instead_of: str | None = None) -> dict[str, AdapterManifest]:
         """By version, of all names but one."""

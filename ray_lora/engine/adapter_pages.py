@@ -1,6 +1,6 @@
 """Who has the device's pages and slots; the least recently used gives its own up when another needs them."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from ray_lora.adapter import TierUse
 from ray_lora.engine.adapter_version import Version
@@ -9,9 +9,14 @@ from ray_lora.engine.adapter_version import Version
 class AdapterPages:
     """Hands out pages of 16 ranks, and one of `max_resident` slots to each adapter that has pages."""
 
-    def __init__(self, num_pages: int, max_resident: int) -> None:
+    def __init__(self, num_pages: int, max_resident: int, on_evict: Callable[[Version], None]) -> None:
+        """
+        Args:
+            on_evict: told of each that gives its pages up to another.
+        """
         self.num_pages = num_pages
         self.max_resident = max_resident
+        self._on_evict = on_evict
         self._free = list(range(num_pages - 1, -1, -1))
         self._free_slots = list(range(max_resident - 1, -1, -1))
         self._resident: set[Version] = set()
@@ -41,6 +46,7 @@ class AdapterPages:
                 break
             if not other.keeps_pages:
                 self.free(other)
+                self._on_evict(other)
         version.pages = tuple(self._free.pop() for _ in range(version.manifest.num_pages))
         version.slot = self._free_slots.pop()
         version.num_page_ins += 1

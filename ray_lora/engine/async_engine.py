@@ -64,7 +64,7 @@ class AsyncEngine:
         if config.lora_resolver_dir is not None:
             directory = DirectoryResolver(Path(config.lora_resolver_dir), config.base_model_name)
             resolvers = (*resolvers, directory)
-        self._loader = AdapterLoader(config, executor, self._core.adapters, self._call, resolvers)
+        self._loader = AdapterLoader(config, executor, self._core.adapters, self._call, resolvers, self._core.metrics)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -186,14 +186,6 @@ class AsyncEngine:
         age = time.monotonic() - self._core.last_step_at
         if age > OVERDUE_S and not self._core.has_work:
             raise EngineDeadError(f"no step has gone through every rank for {age:.0f} s")
-
-    async def missing(self) -> list[str]:
-        """What keeps the engine from answering as it should, in words; nothing if it can."""
-        try:
-            await self.check_health()
-        except EngineDeadError as error:
-            return [str(error)]
-        return []
 
     async def shutdown(self) -> None:
         """End every request and let go of the ranks."""

@@ -34,7 +34,11 @@ class EngineCore:
         self.executor = executor
         self.tokenizer = tokenizer
         self.adapters = AdapterManager(
-            config.num_lora_pages, config.max_loras, config.max_lora_rank, config.max_cpu_lora_bytes
+            config.num_lora_pages,
+            config.max_loras,
+            config.max_lora_rank,
+            config.max_cpu_lora_bytes,
+            on_evict=lambda name, tier: self.metrics.evicted(name, tier),
         )
         self.scheduler = Scheduler(
             BlockManager(

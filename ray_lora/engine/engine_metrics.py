@@ -3,7 +3,8 @@
 A token costs two additions to histograms; whoever wants the numbers takes them when it wants, and pays for that itself.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 from ray_lora.engine.timeline import Timeline
 from ray_lora.errors import RayLoraError
@@ -26,7 +27,6 @@ class EngineMetrics:
         self.requests = RequestStats()
         self.by_adapter = {base_name: AdapterStats()}
         self.load_failures = dict.fromkeys(LOAD_FAILURES, 0)
-        """Counted by the loader, in its own thread."""
         self._base_name = base_name
         self.max_labels = max_labels
         self._is_registered = is_registered
@@ -95,8 +95,14 @@ class EngineMetrics:
         for stats in (self.all, self.of(name or OTHER)):
             stats.evictions[tier] += 1
 
-    def load_failed(self, error: RayLoraError) -> None:
-        self.load_failures[_nearest(error, LOAD_FAILURES)] += 1
+    @contextmanager
+    def counting_failed_loads(self) -> Iterator[None]:
+        """Counts the error of a load. Used in the loader's thread alone."""
+        try:
+            yield
+        except RayLoraError as error:
+            self.load_failures[_nearest(error, LOAD_FAILURES)] += 1
+            raise
 
     def _has_room(self) -> bool:
         """Whether one more adapter may have a label, after others have given up theirs if need be."""

@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from ray_lora.adapter import AdapterManifest, AdapterValidation
+from ray_lora.adapter import AdapterManifest, AdapterValidation, StagingTimes
 from ray_lora.step import ModelInfo, StepPlan, StepResult
 
 
@@ -40,7 +40,7 @@ class Executor(Protocol):
             AdapterRejectedError: they are gone already.
         """
 
-    def stage_adapter(self, manifest: AdapterManifest) -> None:
+    def stage_adapter(self, manifest: AdapterManifest) -> StagingTimes:
         """Put an adapter into every rank's host memory; returns once all ranks agree on what they hold.
 
         Raises:

@@ -5,14 +5,17 @@ engine's thread, between two steps.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from functools import partial
+from types import MappingProxyType
 from typing import Protocol, TypeVar
 
-from ray_lora.adapter import AdapterManifest, TierUse
+from ray_lora.adapter import AdapterManifest, StagingTimes, TierUse
 from ray_lora.config import EngineConfig
 from ray_lora.engine.adapter_manager import AdapterManager
+from ray_lora.engine.engine_metrics import EngineMetrics
 from ray_lora.engine.executor import Executor
 from ray_lora.engine.shared_calls import SharedCalls
 from ray_lora.errors import CapacityError, EngineDeadError
@@ -32,12 +35,20 @@ class EngineCall(Protocol):
 class HostTier:
     """Every change of what the ranks hold happens under `lock`."""
 
-    def __init__(self, config: EngineConfig, executor: Executor, adapters: AdapterManager, call: EngineCall) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        adapters: AdapterManager,
+        call: EngineCall,
+        metrics: EngineMetrics,
+    ) -> None:
         self.lock = asyncio.Lock()
         self._config = config
         self._executor = executor
         self._adapters = adapters
         self._call = call
+        self._metrics = metrics
         self._held: dict[str, int] = {}
         """Versions that the ranks hold, and their bytes."""
         self._on_disk: set[str] = set()
@@ -48,16 +59,16 @@ class HostTier:
         held = list(self._held.values())
         return TierUse(len(held), self._config.max_staged_loras, sum(held), self._config.max_cpu_lora_bytes)
 
-    async def stage(self, manifest: AdapterManifest) -> None:
-        """Bring an adapter to host memory, in place of the least recently used. Hold the lock.
+    async def stage(self, manifest: AdapterManifest) -> StagingTimes | None:
+        """Bring an adapter to host memory, in place of the least recently used; None if it is there. Hold the lock.
 
         Raises:
             CapacityError: there is no room, and none of the adapters there may leave.
             RayLoraError: a rank failed or disagreed, and none holds it.
         """
         if manifest.version in self._held:
-            return
-        while not self._has_room(manifest):
+            return None
+        while not self.has_room(manifest):
             idle = await self._call(lambda: self._adapters.take_idle(self._held))
             if idle is None:
                 raise CapacityError(
@@ -67,25 +78,54 @@ class HostTier:
             await asyncio.to_thread(self._executor.drop_adapter, idle, forget=False)
             del self._held[idle]
             self._on_disk.add(idle)
-        await asyncio.to_thread(self._executor.stage_adapter, manifest)
+        times = await asyncio.to_thread(self._executor.stage_adapter, manifest)
         self._held[manifest.version] = manifest.shard_bytes
         self._on_disk.discard(manifest.version)
+        return times
 
-    async def stage_if_room(self, manifest: AdapterManifest) -> bool:
-        """Bring an adapter to host memory if nothing has to leave, else keep its files. Hold the lock."""
-        if manifest.version in self._held or self._has_room(manifest):
-            await self.stage(manifest)
+    def has_room(self, manifest: AdapterManifest) -> bool:
+        """Whether an adapter is in host memory, or nothing has to leave for it."""
+        if manifest.version in self._held:
             return True
+        max_bytes = self._config.max_cpu_lora_bytes
+        if max_bytes is not None and sum(self._held.values()) + manifest.shard_bytes > max_bytes:
+            return False
+        return len(self._held) < self._config.max_staged_loras
+
+    async def keep(self, manifest: AdapterManifest) -> None:
+        """Keep the files of an adapter that stays on disk. Hold the lock."""
         if manifest.version not in self._on_disk:
             await asyncio.to_thread(self._executor.keep_adapter, manifest)
             self._on_disk.add(manifest.version)
-        return False
+
+    async def commit(
+        self,
+        name: str,
+        change: Callable[[], None],
+        staged: StagingTimes | None,
+        read: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
+        """Change the registry between two steps.
+
+        Args:
+            staged: how long it took, if an adapter came to host memory for this.
+            read: the seconds of the stages before that.
+        """
+        begin = time.monotonic()
+
+        def run() -> None:
+            change()
+            if staged is not None:
+                stages = {"stage": staged.stage_s, "barrier": staged.barrier_s, "commit": time.monotonic() - begin}
+                self._metrics.loaded(name, {**read, **stages})
+
+        await self._call(run)
 
     async def warm_up(self, name: str) -> None:
         """Wait until the adapter of this name, if there is one, is in host memory; all who want it wait together."""
         manifest = self._adapters.find_cold(name)
         if manifest is not None:
-            await self._warming.run(manifest.version, partial(self._warm_up, manifest))
+            await self._warming.run(manifest.version, partial(self._warm_up, name, manifest))
 
     async def drop(self, version: str) -> None:
         """Free a dead version on the ranks, unless it has been registered again or dropped meanwhile."""
@@ -97,18 +137,12 @@ class HostTier:
                     self._held.pop(version, None)
                     self._on_disk.discard(version)
 
-    def _has_room(self, manifest: AdapterManifest) -> bool:
-        max_bytes = self._config.max_cpu_lora_bytes
-        if max_bytes is not None and sum(self._held.values()) + manifest.shard_bytes > max_bytes:
-            return False
-        return len(self._held) < self._config.max_staged_loras
-
-    async def _warm_up(self, manifest: AdapterManifest) -> None:
+    async def _warm_up(self, name: str, manifest: AdapterManifest) -> None:
         while True:
             async with self.lock:
                 if not await self._call(lambda: self._adapters.is_registered(manifest.version)):
                     return
-                with suppress(CapacityError):
-                    await self.stage(manifest)
-                    return await self._call(lambda: self._adapters.mark_staged(manifest.version))
+                with self._metrics.counting_failed_loads(), suppress(CapacityError):
+                    staged = await self.stage(manifest)
+                    return await self.commit(name, partial(self._adapters.mark_staged, manifest.version), staged)
             await asyncio.sleep(RETRY_S)

@@ -86,10 +86,6 @@ class DurableEngine(AsyncEngine):
             await asyncio.to_thread(self._save_times)
         await super().shutdown()
 
-    async def missing(self) -> list[str]:
-        restoring = [] if self._is_restored else ["the adapters of lora_registry_path are not restored yet"]
-        return restoring + await super().missing()
-
     async def restore(self) -> None:
         """Bring back what was registered, each name with exactly the content that it had.
 

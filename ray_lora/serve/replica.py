@@ -11,7 +11,7 @@ from ray import serve
 
 from ray_lora.adapter import AdapterInfo, AdapterValidation, Tier, TierUse
 from ray_lora.config import EngineConfig
-from ray_lora.errors import RayLoraError
+from ray_lora.errors import EngineDeadError, RayLoraError
 from ray_lora.request import GenerateChunk, GenerateRequest
 from ray_lora.serve.outbox import Outbox
 from ray_lora.serve.ray_metrics import RayMetrics
@@ -40,7 +40,6 @@ class Engine(Protocol):
     def adapter_tiers(self) -> dict[Tier, TierUse]: ...
     def stats(self) -> EngineStats: ...
     async def check_health(self) -> None: ...
-    async def missing(self) -> list[str]: ...
     async def shutdown(self) -> None: ...
 
 
@@ -128,7 +127,12 @@ class LLMReplica:
         await self._engine.check_health()
 
     async def missing(self) -> list[str]:
-        return await self._engine.missing()
+        """What keeps this replica from answering as it should, in words; nothing if it can."""
+        try:
+            await self._engine.check_health()
+        except EngineDeadError as error:
+            return [str(error)]
+        return []
 
     async def __del__(self) -> None:
         if hasattr(self, "_publishing"):

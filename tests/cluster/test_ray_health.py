@@ -13,6 +13,7 @@ import pytest
 from ray_lora import EngineConfig
 from ray_lora.cluster.ray_tp import RayTPExecutor
 from ray_lora.engine.async_engine import AsyncEngine
+from ray_lora.errors import EngineDeadError
 from ray_lora.request import GenerateRequest, SamplingParams
 from ray_lora.serve.start import start_engine
 from tests.tiny import expected_tokens, make_checkpoint
@@ -45,24 +46,30 @@ async def engine_and_ranks(config: EngineConfig) -> AsyncIterator[tuple[AsyncEng
         await engine.shutdown()
 
 
-async def missing_within(engine: AsyncEngine, seconds: float) -> list[str]:
-    """What is missing, once something is."""
-    deadline = time.monotonic() + seconds
-    while not (missing := await engine.missing()):
-        assert time.monotonic() < deadline, "nothing was noticed"
+async def ailment_of(engine: AsyncEngine) -> str | None:
+    try:
+        await engine.check_health()
+    except EngineDeadError as error:
+        return str(error)
+    return None
+
+
+async def until_health(engine: AsyncEngine, is_well: bool) -> str | None:
+    """Wait until the engine is well, or until it is not; what it then says."""
+    deadline = time.monotonic() + NOTICED_S
+    while ((ailment := await ailment_of(engine)) is None) is not is_well:
+        assert time.monotonic() < deadline, f"still {ailment or 'well'}"
         await asyncio.sleep(0.05)
-    return missing
+    return ailment
 
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_killed_while_idle_is_noticed(victim: int, config: EngineConfig) -> None:
     async def main() -> None:
         async with engine_and_ranks(config) as (engine, pids):
-            assert await engine.missing() == []
+            await engine.check_health()
             os.kill(pids[victim], signal.SIGKILL)
-            begin = time.monotonic()
-            assert len(await missing_within(engine, NOTICED_S)) == 1
-            assert time.monotonic() - begin < NOTICED_S
+            await until_health(engine, is_well=False)
 
     asyncio.run(main())
 
@@ -72,14 +79,11 @@ def test_a_stopped_rank_is_noticed_and_so_is_that_it_goes_on(config: EngineConfi
         async with engine_and_ranks(config) as (engine, pids):
             os.kill(pids[1], signal.SIGSTOP)
             try:
-                (reason,) = await missing_within(engine, NOTICED_S)
+                ailment = await until_health(engine, is_well=False)
             finally:
                 os.kill(pids[1], signal.SIGCONT)
-            assert reason == "rank 1 did not answer within 3 s"
-            deadline = time.monotonic() + NOTICED_S
-            while await engine.missing():
-                assert time.monotonic() < deadline, "it does not recover"
-                await asyncio.sleep(0.05)
+            assert ailment == "rank 1 did not answer within 3 s"
+            await until_health(engine, is_well=True)
             request = GenerateRequest(
                 prompt=[5, 6, 7], sampling_params=SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
             )

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from zlib import crc32
 
-from ray_lora.adapter import AdapterManifest, AdapterValidation, Refusal, num_pages
+from ray_lora.adapter import AdapterManifest, AdapterValidation, Refusal, StagingTimes, num_pages
 from ray_lora.errors import AdapterRejectedError, EngineDeadError, NotFoundError
 from ray_lora.request import SamplingParams
 from ray_lora.step import (
@@ -179,11 +179,12 @@ class FakeExecutor:
     def keep_adapter(self, manifest: AdapterManifest) -> None:
         self.calls.append(("keep", manifest.version))
 
-    def stage_adapter(self, manifest: AdapterManifest) -> None:
+    def stage_adapter(self, manifest: AdapterManifest) -> StagingTimes:
         self.calls.append(("stage", manifest.version))
         self.before_stage(manifest)
         with self._lock:
             self.staged[manifest.version] = manifest
+        return StagingTimes(stage_s=0.5, barrier_s=0.25)
 
     def drop_adapter(self, version: str, forget: bool = True) -> None:
         self.calls.append(("drop" if forget else "unstage", version))

@@ -18,6 +18,7 @@ from ray_lora.engine.async_engine import AsyncEngine
 from ray_lora.errors import (
     AdapterExistsError,
     AdapterRejectedError,
+    AdapterStagingError,
     EngineDeadError,
     InvalidRequestError,
     NotFoundError,
@@ -641,15 +642,37 @@ async def test_health_is_what_the_ranks_say() -> None:
 
 
 @in_event_loop
+async def test_loads_are_told_by_stage_and_failed_ones_by_reason() -> None:
+    def fail(_: object) -> None:
+        raise AdapterStagingError("no room on rank 1")
+
+    async with serving(max_loras=1, max_cpu_loras=1) as server:
+        await server.load("a")
+        await server.load("b")
+        await server.generate([1, 2, 3], "a")
+        server.executor.before_stage = fail
+        with pytest.raises(AdapterStagingError):
+            await server.load("c")
+        with pytest.raises(AdapterStagingError):
+            await server.generate([1, 2, 3], "b")
+        stats = server.engine.stats()
+    loads = stats.by_adapter["a"].loads
+    assert (loads["stage"], loads["barrier"], loads["commit"][0]) == ((2, 1.0), (2, 0.5), 2)
+    assert stats.by_adapter["b"].loads["stage"] == (1, 0.5)
+    assert stats.by_adapter["a"].evictions["host"] == 2, "for b, and for c in vain"
+    assert stats.load_failures["AdapterStagingError"] == 2
+    assert sum(stats.load_failures.values()) == 2
+
+
+@in_event_loop
 async def test_idle_ranks_meet_again_and_again_and_a_dead_one_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(async_engine, "HEARTBEAT_S", 0.005)
     async with serving() as server:
         await until(lambda: server.executor.num_heartbeats > 2)
         assert (await server.generate([1, 2, 3])).outputs[0].token_ids == expected(None, [1, 2, 3])
-        assert await server.engine.missing() == []
+        await server.engine.check_health()
         server.executor.dead = True
         await until(lambda: server.engine._dead is not None)
-        assert await server.engine.missing() == ["rank 0 is gone"]
 
 
 @in_event_loop

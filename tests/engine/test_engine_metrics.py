@@ -134,7 +134,8 @@ def test_loads_and_evictions_are_told_by_stage_and_tier() -> None:
     metrics.loaded("a", {"fetch": 3.0, "parse": 2.0})
     metrics.evicted("a", "device")
     metrics.evicted(None, "host")
-    metrics.load_failed(AdapterExistsError("taken", "lora_name"))
+    with pytest.raises(AdapterExistsError), metrics.counting_failed_loads():
+        raise AdapterExistsError("taken", "lora_name")
     assert metrics.of("a").loads == {
         "fetch": (2, 3.0),
         "parse": (2, 3.0),
@@ -146,6 +147,19 @@ def test_loads_and_evictions_are_told_by_stage_and_tier() -> None:
     assert metrics.of("a").evictions == {"host": 0, "device": 1}
     assert metrics.all.evictions == {"host": 1, "device": 1}
     assert metrics.load_failures["InvalidRequestError"] == 1
+
+
+def test_adapters_that_give_way_are_told_by_name() -> None:
+    driver = CoreDriver(max_loras=1)
+    for name in "ab":
+        driver.register(name)
+    for name in "aba":
+        driver.add([1, 2], name, max_tokens=2)
+        driver.run()
+    assert driver.core.adapters.take_idle("ab") == "b"
+    stats = driver.core.stats()
+    assert stats.by_adapter["a"].evictions == {"host": 0, "device": 1}
+    assert stats.by_adapter["b"].evictions == {"host": 1, "device": 1}
 
 
 def test_a_histogram_counts_a_bound_in_its_own_bucket() -> None:

@@ -194,9 +194,6 @@ class FakeEngine:
         if self.is_dead:
             raise EngineDeadError("rank 1 is gone")
 
-    async def missing(self) -> list[str]:
-        return ["rank 1 is gone"] if self.is_dead else []
-
     async def shutdown(self) -> None:
         self.is_shut_down = True
 
@@ -235,7 +232,6 @@ class FakeClient:
         self.pin_adapter = engine.pin_adapter
         self.validate_adapter = engine.validate_adapter
         self.check_health = engine.check_health
-        self.missing = engine.missing
 
     async def adapter_tiers(self) -> list[dict[Tier, TierUse]]:
         return [self.engine.adapter_tiers()]
@@ -253,3 +249,6 @@ class FakeClient:
 
     async def model_info(self) -> ModelInfo:
         return self.engine.info
+
+    async def missing(self) -> list[str]:
+        return ["rank 1 is gone"] if self.engine.is_dead else []
