@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ray_lora.config import EngineConfig
+from ray_lora.engine.engine_metrics import OTHER
 from ray_lora.errors import CapacityError, OverloadedError, RateLimitError
 from ray_lora.request import GenerateChunk, GenerateRequest
 from ray_lora.serve.token_bucket import TokenBucket
@@ -121,6 +122,9 @@ class Admission:
         self._server = Usage("The server", whole, clock, OverloadedError)
         self._usages: dict[tuple[str, Limits], Usage] = {}
         """Of keys and adapters that have limits, unless they are idle."""
+        self.refusals: dict[tuple[str, str], int] = {}
+        """By adapter and by the class of the error; the first `max_adapter_labels` adapters apart, others together."""
+        self._max_labels = config.max_adapter_labels
 
     def check(self, tenant: Tenant, adapter: str | None, count: int) -> None:
         """Refuse what could not start now, before work is spent on it.
@@ -129,9 +133,13 @@ class Admission:
             RateLimitError: `count` more completions are too many for the tenant or the adapter.
             OverloadedError: they are too many for the server.
         """
-        for subject in self._subjects(tenant, adapter):
-            self._usage(*subject).check(count)
-        self._server.check(count)
+        try:
+            for subject in self._subjects(tenant, adapter):
+                self._usage(*subject).check(count)
+            self._server.check(count)
+        except CapacityError as error:
+            self._count_refusal(adapter, error)
+            raise
 
     @contextmanager
     def enter(self, tenant: Tenant, request: GenerateRequest) -> Iterator[Ticket]:
@@ -160,6 +168,14 @@ class Admission:
             )
             if limits != NO_LIMITS
         ]
+
+    def _count_refusal(self, adapter: str | None, error: CapacityError) -> None:
+        label = self._base if adapter is None else adapter
+        labels = {label for label, _ in self.refusals} - {self._base, OTHER}
+        if label not in labels and label != self._base and len(labels) >= self._max_labels:
+            label = OTHER
+        key = (label, type(error).__name__)
+        self.refusals[key] = self.refusals.get(key, 0) + 1
 
     def _usage(self, subject: str, limits: Limits) -> Usage:
         return self._usages.get((subject, limits)) or Usage(subject, limits, self._clock)

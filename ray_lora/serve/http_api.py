@@ -120,7 +120,8 @@ def _add_model_routes(app: FastAPI, served: ServedModel) -> None:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        text = metrics_text(served.base, served.config.max_loras, await served.client.stats())
+        stats = await served.client.stats()
+        text = metrics_text(served.base, served.config.max_loras, stats, served.limit_refusals)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 

@@ -19,14 +19,15 @@ Samples = Iterator[tuple[tuple[str, ...], Any]]
 
 @dataclass(frozen=True, slots=True)
 class MetricEntry:
-    """A metric of one replica; where there are several, labels of the model and the replica come on top."""
+    """A metric; if it is of one replica, labels of the model and the replica come on top."""
 
     kind: Kind
     name: str
     """Without the `_total` that Prometheus adds to a counter."""
     labels: tuple[str, ...]
     path: str
-    """From `EngineStats`, with `*` for each key of a mapping, which is the value of the next label."""
+    """From `EngineStats`, with `*` for each key of a mapping, which is the value of the next label. Empty for a metric
+    of the whole application."""
     meaning: str
     of_request: Callable[[RequestMetrics], float] | None = None
     """A finished request's value, where Ray's exporter is told as well."""
@@ -184,3 +185,20 @@ REPLICA_METRICS = (
 )
 
 METRICS = (*VLLM_METRICS, *ADAPTER_METRICS, *REPLICA_METRICS)
+
+LORA_INFO = MetricEntry(
+    "gauge",
+    "vllm:lora_requests_info",
+    ("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
+    "",
+    "Adapters of running and of waiting requests; the value is the time",
+)
+LIMIT_REFUSALS = MetricEntry(
+    "counter",
+    "ray_lora:limit_refusals",
+    ("model_name", "adapter", "reason"),
+    "",
+    "Requests over a limit of their key, of their adapter or of the server",
+)
+APPLICATION_METRICS = (LORA_INFO, LIMIT_REFUSALS)
+"""Of all replicas together, with these labels alone."""

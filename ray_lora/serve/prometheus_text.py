@@ -15,38 +15,41 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from ray_lora.serve.metric_table import METRICS, MetricEntry
+from ray_lora.serve.metric_table import LIMIT_REFUSALS, LORA_INFO, METRICS, MetricEntry
 from ray_lora.stats import EngineStats, Histogram
 
 LABELS = ("model_name", "engine")
 """vLLM's. The second is the replica's id."""
-LORA_INFO = "vllm:lora_requests_info"
-LORA_INFO_LABELS = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
-"""The one metric that is not of a replica: exactly the labels that routers parse, over all replicas."""
-LORA_INFO_MEANING = "Adapters of running and of waiting requests; the value is the time"
 
 
-def metrics_text(model_name: str, max_loras: int, stats: Mapping[str, EngineStats]) -> bytes:
+Refusals = Mapping[tuple[str, str], int]
+"""How many, by adapter and reason."""
+
+
+def metrics_text(model_name: str, max_loras: int, stats: Mapping[str, EngineStats], refusals: Refusals) -> bytes:
     """The whole answer.
 
     Args:
         stats: by the id of the replica, which the label `engine` tells.
+        refusals: for limits that the application keeps.
     """
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_StatsCollector(model_name, max_loras, stats))
+    registry.register(_StatsCollector(model_name, max_loras, stats, refusals))
     return generate_latest(registry)
 
 
 class _StatsCollector(Collector):
-    def __init__(self, model_name: str, max_loras: int, stats: Mapping[str, EngineStats]) -> None:
+    def __init__(self, model_name: str, max_loras: int, stats: Mapping[str, EngineStats], refusals: Refusals) -> None:
         self._model_name = model_name
         self._max_loras = max_loras
         self._stats = stats
+        self._refusals = refusals
 
     def collect(self) -> Iterator[Metric]:
         for entry in METRICS:
             yield self._family(entry)
         yield self._adapters()
+        yield self._limit_refusals()
 
     def _family(self, entry: MetricEntry) -> Metric:
         family: Metric = _FAMILIES[entry.kind](entry.name, entry.meaning, labels=(*LABELS, *entry.labels))
@@ -63,10 +66,16 @@ class _StatsCollector(Collector):
         return family
 
     def _adapters(self) -> Metric:
-        family = GaugeMetricFamily(LORA_INFO, LORA_INFO_MEANING, labels=LORA_INFO_LABELS)
+        family = GaugeMetricFamily(LORA_INFO.name, LORA_INFO.meaning, labels=LORA_INFO.labels)
         running = sorted({name for stats in self._stats.values() for name in stats.running_adapters})
         waiting = sorted({name for stats in self._stats.values() for name in stats.waiting_adapters})
         family.add_metric([str(self._max_loras), ",".join(running), ",".join(waiting)], time.time())
+        return family
+
+    def _limit_refusals(self) -> Metric:
+        family = CounterMetricFamily(LIMIT_REFUSALS.name, LIMIT_REFUSALS.meaning, labels=LIMIT_REFUSALS.labels)
+        for keys, count in self._refusals.items():
+            family.add_metric((self._model_name, *keys), count)
         return family
 
 

@@ -160,7 +160,7 @@ class ReplicaClient:
         except Exception as error:
             raise as_ours(error) from None
         if not results:
-            raise EngineDeadError("no replica is running")
+            raise EngineDeadError("no replica is running: the engine is starting, or could not start")
         for result in results:
             if isinstance(result, RayLoraError):
                 raise result

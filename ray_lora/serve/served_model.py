@@ -42,6 +42,11 @@ class ServedModel:
     def base(self) -> str:
         return self.config.base_model_name
 
+    @property
+    def limit_refusals(self) -> Mapping[tuple[str, str], int]:
+        """Requests over a limit, by adapter and by the class of the error."""
+        return self._admission.refusals
+
     async def info(self) -> ModelInfo:
         """Asked for once; a model does not change while it is served."""
         if self._info is None:

@@ -182,7 +182,7 @@ class FakeEngine:
             num_lora_pages=24,
             num_free_lora_pages=20,
             tiers={"pirate": "host"},
-            load_failures={},
+            load_failures={"NotFoundError": 1},
             all=AdapterStats(prompt_tokens=40, generation_tokens=50, finished={"stop": 1, "length": 2}),
             requests=RequestStats(),
             by_adapter={"smollm2": base, "pirate": AdapterStats(num_loads=2)},

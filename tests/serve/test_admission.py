@@ -7,6 +7,7 @@ import pytest
 from test_token_bucket import Clock
 
 from ray_lora.config import EngineConfig
+from ray_lora.engine.engine_metrics import OTHER
 from ray_lora.errors import CapacityError, OverloadedError, RateLimitError
 from ray_lora.request import CompletionDelta, GenerateChunk, GenerateRequest, SamplingParams
 from ray_lora.serve.admission import Admission, Ticket
@@ -187,3 +188,16 @@ def test_other_limits_of_a_key_hold_at_once() -> None:
     desk.start(key(max_concurrent_requests=1))
     desk.refusal(key(max_concurrent_requests=1))
     desk.start(key(max_concurrent_requests=2))
+
+
+def test_refusals_are_counted_by_adapter_and_reason_as_far_as_there_are_labels() -> None:
+    desk = Desk(max_adapter_labels=1, max_queued_requests=1, adapter_limits={"*": {"max_concurrent_requests": 1}})
+    for name in "abc":
+        desk.refusal(adapter=name, n=2)
+    desk.refusal(adapter="a", n=2)
+    desk.refusal(n=2)
+    assert desk.admission.refusals == {
+        ("a", "RateLimitError"): 2,
+        (OTHER, "RateLimitError"): 2,
+        ("base", "OverloadedError"): 1,
+    }
