@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Awaitable, Coroutine
 from typing import Any
 
 from ray.exceptions import RayError, RayTaskError
-from ray.serve.exceptions import BackPressureError, RayServeException
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from ray_lora.adapter import AdapterInfo, AdapterValidation, Tier, TierUse
@@ -157,6 +157,8 @@ class ReplicaClient:
         """Call every replica; the first error counts."""
         try:
             results = await self._handle.broadcast(method, *args).results_async()
+        except DeploymentUnavailableError:  # says that it failed to deploy, also while it is being deployed
+            results = []
         except Exception as error:
             raise as_ours(error) from None
         if not results:

@@ -48,12 +48,15 @@ def ranks() -> list[psutil.Process]:
     return [each for each in psutil.Process().children(recursive=True) if "ray::Worker" in " ".join(each.cmdline())]
 
 
-def wait_for(http: httpx.Client, path: str, status: int, timeout_s: float) -> httpx.Response:
+def wait_for(http: httpx.Client, path: str, status: int, timeout_s: float) -> list[httpx.Response]:
+    """All answers up to the first with this status."""
     deadline = time.monotonic() + timeout_s
-    while (answer := http.get(path)).status_code != status:
-        assert time.monotonic() < deadline, f"{path} is still {answer.status_code}"
+    answers = [http.get(path)]
+    while answers[-1].status_code != status:
+        assert time.monotonic() < deadline, f"{path} is still {answers[-1].text}"
         time.sleep(0.1)
-    return answer
+        answers.append(http.get(path))
+    return answers
 
 
 def test_a_killed_rank_of_an_idle_replica_turns_health_and_ready_and_the_replica_is_rebuilt(http: httpx.Client) -> None:
@@ -63,12 +66,13 @@ def test_a_killed_rank_of_an_idle_replica_turns_health_and_ready_and_the_replica
     assert len(processes) == 2
     begin = time.monotonic()
     os.kill(processes[1].pid, signal.SIGKILL)
-    error = wait_for(http, "/health", 503, NOTICED_S).json()["error"]
+    error = wait_for(http, "/health", 503, NOTICED_S)[-1].json()["error"]
     assert error["type"] == "ServiceUnavailableError"
-    answer = wait_for(http, "/ready", 503, NOTICED_S).json()
+    answer = wait_for(http, "/ready", 503, NOTICED_S)[-1].json()
     assert time.monotonic() - begin < NOTICED_S
     assert answer["ready"] is False
     assert len(answer["missing"]) == 1
-    wait_for(http, "/ready", 200, 120)
+    reasons = {reason for answer in wait_for(http, "/ready", 200, 120) for reason in answer.json()["missing"]}
+    assert "no replica is running: the engine is starting, or could not start" in reasons
     completion = http.post("/v1/completions", json={"prompt": [5, 6, 7], "max_tokens": 4, "ignore_eos": True})
     assert completion.json()["usage"]["completion_tokens"] == 4
