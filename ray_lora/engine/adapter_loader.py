@@ -133,7 +133,7 @@ class AdapterLoader:
                 await self.host.keep(manifest)
                 register = self._adapters.register_cold
             read = {"fetch": manifest.fetch_s, "parse": manifest.parse_s}
-            await self.host.commit(name, partial(register, name, manifest), staged, read)
+            await self.host.commit(name, partial(register, name, manifest), read, staged)
             return self._adapters.info(name), True
 
     async def _resolve(self, name: str) -> None:

@@ -9,7 +9,6 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from types import MappingProxyType
 from typing import Protocol, TypeVar
 
 from ray_lora.adapter import AdapterManifest, StagingTimes, TierUse
@@ -99,17 +98,13 @@ class HostTier:
             self._on_disk.add(manifest.version)
 
     async def commit(
-        self,
-        name: str,
-        change: Callable[[], None],
-        staged: StagingTimes | None,
-        read: Mapping[str, float] = MappingProxyType({}),
+        self, name: str, change: Callable[[], None], read: Mapping[str, float], staged: StagingTimes | None
     ) -> None:
         """Change the registry between two steps.
 
         Args:
-            staged: how long it took, if an adapter came to host memory for this.
-            read: the seconds of the stages before that.
+            read, staged: how long it took to read the adapter of this name, if it was, and then to bring it to host
+                memory, if it was not there.
         """
         begin = time.monotonic()
 
@@ -144,5 +139,5 @@ class HostTier:
                     return
                 with self._metrics.counting_failed_loads(), suppress(CapacityError):
                     staged = await self.stage(manifest)
-                    return await self.commit(name, partial(self._adapters.mark_staged, manifest.version), staged)
+                    return await self.commit(name, partial(self._adapters.mark_staged, manifest.version), {}, staged)
             await asyncio.sleep(RETRY_S)
