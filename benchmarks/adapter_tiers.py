@@ -22,7 +22,7 @@ from ray_lora import EngineConfig, GenerateRequest, SamplingParams
 from ray_lora.engine.async_engine import AsyncEngine
 from ray_lora.serve.start import start_engine
 
-NUM_CLIENTS, NUM_REQUESTS, NUM_PROMPT, NUM_OUTPUT = 16, 256, 64, 64
+NUM_CLIENTS, NUM_REQUESTS, NUM_PROMPT, NUM_OUTPUT = 16, 96, 64, 64
 PARAMS = SamplingParams(temperature=0, max_tokens=NUM_OUTPUT, ignore_eos=True)
 NUM_SPLIT, NUM_PART, NUM_HOT, HOT_SHARE = 100, 40, 20, 0.9
 NUM_MANY, NUM_DEVICE, NUM_HOST = 1000, 16, 256
