@@ -52,6 +52,13 @@ bool rise(const int32_t* starts, int64_t count, int64_t end) {
   return ok;
 }
 
+int check(const LoraPool& pool, const LoraSegments& s, int64_t num_tokens) {
+  if (!rise(s.row_starts, s.num_segments, s.num_rows)) return kBadSegments;
+  if (!rise(s.page_starts, s.num_segments, s.num_page_entries)) return kBadSegments;
+  if (!within(s.rows, s.num_rows, num_tokens)) return kBadRow;
+  return within(s.pages, s.num_page_entries, pool.num_pages) ? kOk : kBadPage;
+}
+
 }  // namespace
 
 // Outputs that a panel of rl_linear's weight holds side by side.
@@ -69,12 +76,8 @@ RL_API int rl_set_level(int level) {
 
 RL_API int rl_add_lora(void* y, int64_t y_stride, const void* x, int64_t x_stride, int64_t num_tokens, int dtype,
                        const LoraPool* pool, const LoraSegments* segments, int threads) {
-  const LoraSegments& s = *segments;
-  if (!rise(s.row_starts, s.num_segments, s.num_rows)) return kBadSegments;
-  if (!rise(s.page_starts, s.num_segments, s.num_page_entries)) return kBadSegments;
-  if (!within(s.rows, s.num_rows, num_tokens)) return kBadRow;
-  if (!within(s.pages, s.num_page_entries, pool->num_pages)) return kBadPage;
-  kernels->add_lora({y, x, y_stride, x_stride, *pool, s, threads}, DType(dtype));
+  if (const int error = check(*pool, *segments, num_tokens)) return error;
+  kernels->add_lora({y, x, y_stride, x_stride, *pool, *segments, threads}, DType(dtype));
   return kOk;
 }
 
@@ -106,6 +109,15 @@ RL_API int rl_rotary_and_cache(void* qkv, int64_t qkv_stride, int64_t num_heads,
 RL_API void rl_linear(void* out, const void* x, int64_t x_stride, int64_t num_rows, const void* weight,
                       const void* bias, int64_t in_features, int64_t out_features, int dtype, int threads) {
   kernels->linear({out, x, weight, bias, x_stride, num_rows, in_features, out_features, threads}, DType(dtype));
+}
+
+RL_API int rl_linear_lora(void* out, const void* x, int64_t x_stride, int64_t num_rows, const void* weight,
+                          const void* bias, int64_t in_features, int64_t out_features, int dtype, const LoraPool* pool,
+                          const LoraSegments* segments, int threads) {
+  if (const int error = check(*pool, *segments, num_rows)) return error;
+  kernels->linear_lora({out, x, weight, bias, x_stride, num_rows, in_features, out_features, threads},
+                       {out, x, out_features, x_stride, *pool, *segments, threads}, DType(dtype));
+  return kOk;
 }
 
 RL_API void rl_rms_norm(void* out, void* residual, int64_t residual_stride, const void* x, int64_t x_stride,

@@ -96,6 +96,7 @@ struct Kernels {
   void (*paged_attention)(const AttentionCall&, DType dtype);
   void (*rotary_and_cache)(const RotaryCall&, DType dtype);
   void (*linear)(const LinearCall&, DType dtype);
+  void (*linear_lora)(const LinearCall&, const LoraCall&, DType dtype);
   void (*rms_norm)(const NormCall&, DType dtype);
   void (*silu_and_mul)(const SiluCall&, DType dtype);
 };

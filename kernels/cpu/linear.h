@@ -35,35 +35,35 @@ class Linear {
   explicit Linear(const LinearCall& call) : call_(call) {}
 
   void run() const {
-    constexpr int64_t kBlockRows = 8 * kLinearRows;
-    const int64_t panels = (call_.out_features + kPanel - 1) / kPanel;
-    const int64_t blocks = (call_.num_rows + kBlockRows - 1) / kBlockRows;
+    const int64_t blocks = num_blocks(), tasks = blocks * num_panels();
     const bool small = call_.num_rows * call_.in_features * call_.out_features < 200000;
     Counter next;
     parallel(small ? 1 : call_.threads, [&] {
-      for (int64_t i = next.next(); i < blocks * panels; i = next.next()) {
-        const int64_t block = i % blocks;
-        panel(i / blocks, block * call_.num_rows / blocks, (block + 1) * call_.num_rows / blocks);
-      }
+      for (int64_t i = next.next(); i < tasks; i = next.next()) panel(i / blocks, i % blocks, i / blocks + call_.threads);
     });
   }
 
- private:
-  void panel(int64_t index, int64_t first_row, int64_t last_row) const {
-    const int64_t num_rows = last_row - first_row, tiles = (num_rows + kLinearRows - 1) / kLinearRows;
+  int64_t num_panels() const { return (call_.out_features + kPanel - 1) / kPanel; }
+  int64_t num_blocks() const { return (call_.num_rows + 8 * kLinearRows - 1) / (8 * kLinearRows); }
+
+  // One panel of the weight with one block of rows; `ahead` is the panel that this thread will probably take next.
+  void panel(int64_t index, int64_t block, int64_t ahead) const {
+    const int64_t begin = block * call_.num_rows / num_blocks(), num_rows = (block + 1) * call_.num_rows / num_blocks() - begin;
+    const int64_t tiles = (num_rows + kLinearRows - 1) / kLinearRows;
     for (int64_t tile = 0; tile < tiles; tile++) {
-      const int64_t row = first_row + tile * num_rows / tiles, end = first_row + (tile + 1) * num_rows / tiles;
-      with_constant<kLinearRows>(end - row, [&](auto R) { rows_of_panel<R>(index, row, tile, tiles); });
+      const int64_t row = begin + tile * num_rows / tiles, end = begin + (tile + 1) * num_rows / tiles;
+      with_constant<kLinearRows>(end - row, [&](auto R) { rows_of_panel<R>(index, row, tile, tiles, ahead); });
     }
   }
 
+ private:
   template <int R>
-  void rows_of_panel(int64_t index, int64_t row, int64_t tile, int64_t tiles) const {
+  void rows_of_panel(int64_t index, int64_t row, int64_t tile, int64_t tiles, int64_t next) const {
     constexpr int64_t kColumns = kLinearVectors * kLanes;
-    const T* weight = static_cast<const T*>(call_.weight) + index * call_.in_features * kPanel;
+    const T* weight = panel_at(index);
     const float* x[R];
     for (int r = 0; r < R; r++) x[r] = row_of_x(row + r, r);
-    Ahead ahead(weight, call_, tile, tiles);
+    Ahead ahead(panel_at(next < num_panels() ? next : index), call_.in_features, tile, tiles);
     for (int64_t n = 0; n < kPanel; n += kColumns) {
       vec sums[R][kLinearVectors] = {};
       const auto step = [&](int64_t k) {
@@ -92,13 +92,16 @@ class Linear {
     }
   }
 
-  // Fetches the panel that this thread will probably read next, evenly over the time that this one is computed with.
+  const T* panel_at(int64_t index) const {
+    return static_cast<const T*>(call_.weight) + index * call_.in_features * kPanel;
+  }
+
+  // Fetches another panel, evenly over the time that this one is computed with.
   // Two tiles share this where there are so many, each doing half.
   struct Ahead {
-    Ahead(const T* weight, const LinearCall& call, int64_t tile, int64_t tiles)
-        : at(reinterpret_cast<const char*>(weight + call.in_features * kPanel * call.threads)),
-          bytes((tiles > 1 ? 1 : 2) * kPanel * sizeof(T)) {
-      if (tile == 1) at += call.in_features / 2 * bytes;
+    Ahead(const T* panel, int64_t in_features, int64_t tile, int64_t tiles)
+        : at(reinterpret_cast<const char*>(panel)), bytes((tiles > 1 ? 1 : 2) * kPanel * sizeof(T)) {
+      if (tile == 1) at += in_features / 2 * bytes;
     }
     RL_INLINE void fetch_two_steps() {
       for (int64_t i = 0; i < bytes; i += 64) fetch(at + i);

@@ -11,18 +11,18 @@ namespace ray_lora::RL_ISA {
 constexpr int dot_width(int rows) { return rows * 8 <= kRows * 4 ? 8 : 4; }
 constexpr int sum_width(int rows) { return rows * 16 <= kRows * 4 ? 16 : dot_width(rows); }
 
-// How far ahead of its reading a tile fetches, in values: few bytes of each row, for it reads several rows at once.
-// The processor's own prefetching starts anew at each row and page, and leaves bandwidth unused.
-template <class T>
-constexpr int64_t kAhead = 768 / sizeof(T);
-template <class T>
-RL_INLINE void fetch_pair(const T* p) {
-  constexpr int64_t bytes = 2 * kLanes * sizeof(T);
-  const char* at = reinterpret_cast<const char*>(p);
-  if constexpr (bytes < 64)
-    if ((reinterpret_cast<uintptr_t>(p) & 63) >= bytes) return;   // another pair of the same line has fetched it
-  for (int64_t i = 0; i < bytes; i += 64) fetch(at + i);
-}
+// What a tile fetches while it reads 2 * kLanes values at p: nothing, or what lies so many bytes further.
+struct FetchNothing {
+  template <class T>
+  RL_INLINE void operator()(const T*) const {}
+};
+struct FetchAhead {
+  int64_t bytes;
+  template <class T>
+  RL_INLINE void operator()(const T* p) const {
+    for (size_t i = 0; i < 2 * kLanes * sizeof(T); i += 64) fetch(reinterpret_cast<const char*>(p) + bytes + i);
+  }
+};
 
 // Calls body(constant R, first) over tiles that cover 0..rows, R = kRows while that many are left, then smaller.
 template <class Body>
@@ -37,10 +37,10 @@ RL_INLINE void for_row_tiles(int64_t rows, const Body& body) {
 
 // Products along contiguous memory on both sides: out[r][p] (+)= x[r][0:size] . a[p][0:size].
 // Adds to `out` or replaces it; P is a multiple of 4. X says how x is stored: in its own order (InOrder<type>), or as
-// arrange() has left it (Arranged). `next`, if given, are the rows that will be read next, to be fetched ahead.
-template <int R, int P, bool kAdd, class X, class T>
+// arrange() has left it (Arranged).
+template <int R, int P, bool kAdd, class X, class T, class Fetch = FetchNothing>
 RL_INLINE void dot_tile(const typename X::type* const* x, const T* const* a, int64_t size, float* out,
-                        int64_t out_stride, const T* const* next = nullptr) {
+                        int64_t out_stride, const Fetch& fetch = {}) {
   vec sums[R][P] = {};
   const auto step = [&](int64_t i, auto&& load_x, auto&& load_a) {
     Pair xs[R];
@@ -55,23 +55,12 @@ RL_INLINE void dot_tile(const typename X::type* const* x, const T* const* a, int
       for (int r = 0; r < R; r++) sums[r][p] = fma(xs[r].second, as.second, sums[r][p]);
     }
   };
-  const auto whole_step = [&](int64_t i) {
-    step(i, [](auto* p) { return X::template load<T>(p); }, [](const T* p) { return load_pair(p); });
-  };
   int64_t i = 0;
-  if (next) {
-    for (; i + kAhead<T> < size; i += 2 * kLanes) {
+  for (; i + 2 * kLanes <= size; i += 2 * kLanes) {
 #pragma GCC unroll 16
-      for (int p = 0; p < P; p++) fetch_pair(a[p] + i + kAhead<T>);
-      whole_step(i);
-    }
-    for (; i + 2 * kLanes <= size; i += 2 * kLanes) {
-#pragma GCC unroll 16
-      for (int p = 0; p < P; p++) fetch_pair(next[p] + i + kAhead<T> - size);
-      whole_step(i);
-    }
+    for (int p = 0; p < P; p++) fetch(a[p] + i);
+    step(i, [](auto* p) { return X::template load<T>(p); }, [](const T* p) { return load_pair(p); });
   }
-  for (; i + 2 * kLanes <= size; i += 2 * kLanes) whole_step(i);
   if (i < size)
     step(i, [=](auto* p) { return X::template load_part<T>(p, size - i); },
          [=](const T* p) { return load_pair_part(p, size - i); });
@@ -132,8 +121,6 @@ RL_INLINE void sum_tile(const float* a, int64_t a_stride, const T* const* rows, 
                         const Finish& finish) {
   vec sums[R][V] = {};
   for (int64_t k = 0; k < depth; k++) {
-    if constexpr (R == 1 && V > 4)
-      for (int v = 0; v < V; v += 2) fetch_pair(rows[k] + n + (V + v) * kLanes);
     Pair row[V / 2];
     if constexpr (V == 2) row[0] = load_pair_part(rows[k] + n, count);
     else

@@ -87,6 +87,20 @@ class Backend:
     ) -> None:
         add_lora_reference_(y, x, pool_a, pool_b, slices, segments)
 
+    def linear_lora(
+        self,
+        linear: Linear,
+        x: Tensor,
+        pool_a: Tensor,
+        pool_b: Tensor,
+        slices: tuple[int, ...],
+        segments: Segments,
+    ) -> Tensor:
+        """A linear layer with every row's adapter: `linear(x)`, then `add_lora_` to it; a backend may fuse the two."""
+        y = linear(x)
+        self.add_lora_(y, x, pool_a, pool_b, slices, segments)
+        return y
+
     def scale_shift_(self, y: Tensor, scale: Tensor, shift: Tensor, members: SlotRows) -> None:
         scale_shift_reference_(y, scale, shift, members)
 

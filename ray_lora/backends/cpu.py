@@ -8,6 +8,7 @@ from torch import Tensor
 from ray_lora.backends.base import Backend, Linear
 from ray_lora.backends.cpu_library import load_cpu_kernels
 from ray_lora.backends.cpu_linear import OneDNNLinear, PanelLinear, onednn_multiplies
+from ray_lora.ops.lora import Segments
 
 
 class CPUBackend(Backend):
@@ -29,6 +30,19 @@ class CPUBackend(Backend):
         if self._kernels is not None:
             return PanelLinear(self._kernels, weight, bias)
         return super().linear(weight, bias, tied)
+
+    def linear_lora(
+        self,
+        linear: Linear,
+        x: Tensor,
+        pool_a: Tensor,
+        pool_b: Tensor,
+        slices: tuple[int, ...],
+        segments: Segments,
+    ) -> Tensor:
+        if isinstance(linear, PanelLinear):
+            return linear.with_lora(x, pool_a, pool_b, slices, segments)
+        return super().linear_lora(linear, x, pool_a, pool_b, slices, segments)
 
     def release_unused_memory(self) -> None:
         """glibc keeps what packing the weights has freed, unless told otherwise."""

@@ -10,6 +10,7 @@ import ctypes
 import torch
 from torch import Tensor
 
+from ray_lora.backends.cpu_interface import ERRORS, LEVELS, declare
 from ray_lora.backends.cpu_structs import (
     DTYPES,
     KVCacheStruct,
@@ -28,39 +29,6 @@ from ray_lora.backends.cpu_structs import (
 from ray_lora.ops.attention import AttentionTables
 from ray_lora.ops.lora import Segments, check_add_lora
 
-LEVELS = ("portable", "avx2", "avx512")
-"""Instruction sets in rising order, as `kernels/cpu/api.cpp` numbers them."""
-
-_ERRORS = {
-    1: "segments: row_starts and page_starts must rise from 0 to the end of rows and pages",
-    2: "segments.rows names a row outside x and y",
-    3: "segments.pages names a page outside the pool",
-    4: "tables: query_starts must rise from 0 to the number of tokens, and context_lens hold a sequence's queries "
-    "within its block table",
-    5: "tables.block_tables names a block outside the cache",
-    6: "tables.positions names a position outside cos and sin",
-    7: "tables.slot_mapping names a slot outside the cache",
-}
-
-_pointer, _int, _float, _size = ctypes.c_void_p, ctypes.c_int, ctypes.c_float, ctypes.c_int64
-
-_SIGNATURES = {
-    "rl_add_lora": [_pointer, _size, _pointer, _size, _size, _int, _pointer, _pointer, _int],
-    "rl_paged_attention": [_pointer, _pointer, _size, _size, _pointer, _pointer, _float, _size, _int, _int],
-    "rl_rotary_and_cache": [
-        *(_pointer, _size, _size, _pointer, _pointer, _float),
-        *(_pointer, _pointer, _size, _pointer, _pointer, _int, _int),
-    ],
-    "rl_linear": [_pointer, _pointer, _size, _size, _pointer, _pointer, _size, _size, _int, _int],
-    "rl_rms_norm": [_pointer, _pointer, _size, _pointer, _size, _pointer, _size, _size, _float, _int, _int],
-    "rl_silu_and_mul": [_pointer, _pointer, _size, _size, _size, _int, _int],
-    "rl_all_reduce_bytes": [_size, _size],
-    "rl_all_reduce": [_pointer, _pointer, *[_size] * 4, _pointer, ctypes.c_double],
-    "rl_panel_size": [],
-    "rl_best_level": [],
-    "rl_set_level": [_int],
-}
-
 
 class CPUKernels:
     """Native versions of the operators of `ops/`, with their names, arguments and semantics.
@@ -70,10 +38,7 @@ class CPUKernels:
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        for name, arguments in _SIGNATURES.items():
-            getattr(library, name).argtypes = arguments
-        library.rl_rms_norm.restype = library.rl_silu_and_mul.restype = library.rl_linear.restype = None
-        library.rl_all_reduce_bytes.restype = _size
+        declare(library)
         self._library = library
         self.panel_size: int = library.rl_panel_size()
         """Outputs side by side in a panel of `linear`'s weight."""
@@ -82,6 +47,7 @@ class CPUKernels:
         self._paged_attention = library.rl_paged_attention
         self._rotary_and_cache = library.rl_rotary_and_cache
         self._linear = library.rl_linear
+        self._linear_lora = library.rl_linear_lora
         self._rms_norm = library.rl_rms_norm
         self._silu_and_mul = library.rl_silu_and_mul
         self._pools: PairStructs[LoraPool] = PairStructs(describe_pool)
@@ -143,7 +109,7 @@ class CPUKernels:
             torch.get_num_threads(),
         )
         if error:
-            raise ValueError(_ERRORS[error])
+            raise ValueError(ERRORS[error])
 
     def paged_attention(
         self, qkv: Tensor, k_cache: Tensor, v_cache: Tensor, tables: AttentionTables, scale: float, window: int | None
@@ -167,7 +133,7 @@ class CPUKernels:
             torch.get_num_threads(),
         )
         if error:
-            raise ValueError(_ERRORS[error])
+            raise ValueError(ERRORS[error])
         return out
 
     def rotary_and_cache_(
@@ -209,10 +175,39 @@ class CPUKernels:
             torch.get_num_threads(),
         )
         if error:
-            raise ValueError(_ERRORS[error])
+            raise ValueError(ERRORS[error])
 
     def linear(self, x: Tensor, panels: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
         """x [num_rows, in_features] @ weight.T + bias; panels [ceil(out_features / n), in_features, n], contiguous."""
+        out, arguments = self._linear_arguments(x, panels, bias, out_features)
+        self._linear(*arguments, torch.get_num_threads())
+        return out
+
+    def linear_lora(
+        self,
+        x: Tensor,
+        panels: Tensor,
+        bias: Tensor | None,
+        pool_a: Tensor,
+        pool_b: Tensor,
+        slices: tuple[int, ...],
+        segments: Segments,
+    ) -> Tensor:
+        """`linear`, then `add_lora_` to its result: the same to the bit, and faster where rows are few."""
+        pool = self._pools.find(pool_a, pool_b, slices)
+        if x.shape[1] != pool.in_features:
+            raise ValueError(f"pool_a {shape_text(pool_a)} does not fit x {shape_text(x)}")
+        out, arguments = self._linear_arguments(x, panels, bias, pool.out_features)
+        tables = ctypes.addressof(self._segments.find(segments))
+        error = self._linear_lora(*arguments, ctypes.addressof(pool), tables, torch.get_num_threads())
+        if error:
+            raise ValueError(ERRORS[error])
+        return out
+
+    def _linear_arguments(
+        self, x: Tensor, panels: Tensor, bias: Tensor | None, out_features: int
+    ) -> tuple[Tensor, tuple[int | None, ...]]:
+        """Memory for the result, and what the C functions take before the number of threads."""
         num_rows, in_features = x.shape
         stride, step = x.stride()
         dtype = x.dtype
@@ -225,12 +220,10 @@ class CPUKernels:
         if step != 1 and in_features != 1:
             raise ValueError(f"rows of x must be contiguous: strides are {x.stride()}")
         out = torch.empty((num_rows, out_features), dtype=dtype)
-        self._linear(
+        return out, (
             *(out.data_ptr(), x.data_ptr(), stride, num_rows, panels.data_ptr()),
-            *(None if bias is None else bias.data_ptr(), in_features, out_features),
-            *(dtype_code(dtype), torch.get_num_threads()),
+            *(None if bias is None else bias.data_ptr(), in_features, out_features, dtype_code(dtype)),
         )
-        return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from ray_lora.backends.base import Linear
 from ray_lora.backends.cpu_kernels import CPUKernels
+from ray_lora.ops.lora import Segments
 
 
 class PanelLinear(Linear):
@@ -22,6 +23,11 @@ class PanelLinear(Linear):
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._kernels.linear(x, self._panels, self._bias, self._out_features)
+
+    def with_lora(
+        self, x: Tensor, pool_a: Tensor, pool_b: Tensor, slices: tuple[int, ...], segments: Segments
+    ) -> Tensor:
+        return self._kernels.linear_lora(x, self._panels, self._bias, pool_a, pool_b, slices, segments)
 
     def rows(self, ids: Tensor) -> Tensor:
         size = self._panels.shape[2]

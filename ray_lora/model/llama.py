@@ -126,7 +126,7 @@ class LoRALinear:
         weight, bias = checkpoint.fused_linear(layer, fused, parallel.rank, parallel.size)
         device = backend.device
         self._name = fused.name
-        self._add_lora_, self._scale_shift_ = backend.add_lora_, backend.scale_shift_
+        self._linear_lora, self._scale_shift_ = backend.linear_lora, backend.scale_shift_
         self._base = backend.linear(weight.to(device), None if bias is None else bias.to(device))
         if pool is not None:
             pages = pool.fused[fused.name]
@@ -134,10 +134,11 @@ class LoRALinear:
             self._scale, self._shift = pages.scale[layer], pages.shift[layer]
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
-        y = self._base(x)
         segments = batch.segments.get(self._name)
-        if segments is not None:
-            self._add_lora_(y, x, self._pool_a, self._pool_b, self._slices, segments)
+        if segments is None:
+            y = self._base(x)
+        else:
+            y = self._linear_lora(self._base, x, self._pool_a, self._pool_b, self._slices, segments)
         members = batch.outputs.get(self._name)
         if members is not None:
             self._scale_shift_(y, self._scale, self._shift, members)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from ray_lora import LLM, NumericsError, RequestOutput, SamplingParams
 from ray_lora.backends.base import Backend
@@ -55,13 +56,13 @@ def test_a_step_without_adapters_runs_no_lora_code(
 ) -> None:
     calls: list[int] = []
     counting = backend()
-    original = counting.add_lora_
+    original = counting.linear_lora
 
-    def counted(*args: Any) -> None:
-        calls.append(args[0].shape[0])
-        original(*args)
+    def counted(*args: Any) -> Tensor:
+        calls.append(args[1].shape[0])
+        return original(*args)
 
-    monkeypatch.setattr(counting, "add_lora_", counted)
+    monkeypatch.setattr(counting, "linear_lora", counted)
     monkeypatch.setattr("ray_lora.cluster.worker.make_backend", lambda device: counting)
     with LLM(**settings(checkpoint, adapters={"a": str(adapter)})) as llm:
         llm.generate(random_prompts(3, 320), WITH_LOGPROBS)
