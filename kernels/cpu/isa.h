@@ -10,6 +10,7 @@
 #define RL_TABLE(isa) RL_CONCAT(isa, _kernels)
 
 namespace ray_lora {
-extern const Kernels RL_TABLE(RL_ISA) = {RL_ISA::add_lora, RL_ISA::paged_attention, RL_ISA::rotary_and_cache,
-                                         RL_ISA::linear,   RL_ISA::linear_lora, RL_ISA::rms_norm, RL_ISA::silu_and_mul};
+extern const Kernels RL_TABLE(RL_ISA) = {
+    RL_ISA::add_lora,    RL_ISA::paged_attention, RL_ISA::rotary_and_cache, RL_ISA::linear,
+    RL_ISA::linear_lora, RL_ISA::rms_norm,        RL_ISA::silu_and_mul};
 }

@@ -35,11 +35,12 @@ class Linear {
   explicit Linear(const LinearCall& call) : call_(call) {}
 
   void run() const {
-    const int64_t blocks = num_blocks(), tasks = blocks * num_panels();
+    const int64_t blocks = num_blocks();
     const bool small = call_.num_rows * call_.in_features * call_.out_features < 200000;
     Counter next;
     parallel(small ? 1 : call_.threads, [&] {
-      for (int64_t i = next.next(); i < tasks; i = next.next()) panel(i / blocks, i % blocks, i / blocks + call_.threads);
+      for (int64_t i = next.next(); i < blocks * num_panels(); i = next.next())
+        panel(i / blocks, i % blocks, i / blocks + call_.threads);
     });
   }
 
@@ -48,7 +49,8 @@ class Linear {
 
   // One panel of the weight with one block of rows; `ahead` is the panel that this thread will probably take next.
   void panel(int64_t index, int64_t block, int64_t ahead) const {
-    const int64_t begin = block * call_.num_rows / num_blocks(), num_rows = (block + 1) * call_.num_rows / num_blocks() - begin;
+    const int64_t begin = block * call_.num_rows / num_blocks();
+    const int64_t num_rows = (block + 1) * call_.num_rows / num_blocks() - begin;
     const int64_t tiles = (num_rows + kLinearRows - 1) / kLinearRows;
     for (int64_t tile = 0; tile < tiles; tile++) {
       const int64_t row = begin + tile * num_rows / tiles, end = begin + (tile + 1) * num_rows / tiles;
@@ -96,8 +98,8 @@ class Linear {
     return static_cast<const T*>(call_.weight) + index * call_.in_features * kPanel;
   }
 
-  // Fetches another panel, evenly over the time that this one is computed with.
-  // Two tiles share this where there are so many, each doing half.
+  // Fetches another panel, evenly over the time that this one is computed with. Two tiles share this where there are so
+  // many, each doing half.
   struct Ahead {
     Ahead(const T* panel, int64_t in_features, int64_t tile, int64_t tiles)
         : at(reinterpret_cast<const char*>(panel)), bytes((tiles > 1 ? 1 : 2) * kPanel * sizeof(T)) {

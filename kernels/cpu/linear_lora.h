@@ -1,8 +1,8 @@
 // out = x @ weight.T + bias, then add_lora_ to it: what the two kernels make one after the other, to the bit.
 //
-// With few rows the product leaves memory bandwidth idle, and reading the adapters' pages leaves arithmetic idle. So some
-// threads begin with the pages, of which they make deltas, and others with the panels of the weight; whoever is done helps
-// with the rest. A panel's part of out gets the deltas while it is in the cache of the thread that made it.
+// With few rows the product leaves memory bandwidth idle, and reading the adapters' pages leaves arithmetic idle. So
+// some threads begin with the pages, of which they make deltas, and others with the panels of the weight; whoever is
+// done helps with the rest. A panel's part of out gets the deltas in the cache of the thread that made it.
 #pragma once
 #include "add_lora.h"
 #include "linear.h"
@@ -20,7 +20,7 @@ class LinearLora : Lora<T, P> {
   void run() {
     this->plan();
     const int64_t cost = (call_.num_rows + 2) * call_.in_features * call_.out_features + this->cost_;
-    if (linear_.num_blocks() != 1 || this->largest_cost_ * call_.threads > cost) {   // many rows, or ranks to be shared out
+    if (linear_.num_blocks() != 1 || this->largest_cost_ * call_.threads > cost) {   // many rows, or ranks to share out
       linear_.run();
       return AddLora<T, P>(Base::call_).run();
     }
@@ -42,8 +42,8 @@ class LinearLora : Lora<T, P> {
   void allocate() {
     int64_t floats = 0;
     for (int64_t i = 0; i < num_blocks_; i++) floats += delta_size(blocks_[i]) + this->s_size(blocks_[i]);
-    float* next = static_cast<float*>(
-        scratch(kShared, floats * sizeof(float) + linear_.num_panels() * sizeof(int32_t)));
+    const size_t panels_bytes = linear_.num_panels() * sizeof(int32_t);
+    float* next = static_cast<float*>(scratch(kShared, floats * sizeof(float) + panels_bytes));
     for (int64_t i = 0; i < num_blocks_; i++) {
       blocks_[i].delta = next;
       next += delta_size(blocks_[i]);
@@ -51,7 +51,7 @@ class LinearLora : Lora<T, P> {
       next += this->s_size(blocks_[i]);
     }
     unfinished_ = reinterpret_cast<int32_t*>(next);
-    std::memset(unfinished_, 0, linear_.num_panels() * sizeof(int32_t));
+    std::memset(unfinished_, 0, panels_bytes);
   }
   int64_t delta_size(const RowBlock& block) const { return block.num_rows * this->delta_width(); }
 

@@ -1,9 +1,9 @@
-// The products of add_lora_ and linear_lora: delta[row] = (x[row] @ A.T) @ B for the rows of every adapter of the batch.
+// The products of add_lora_ and linear_lora: delta[row] = (x[row] @ A.T) @ B for the rows of every adapter of a batch.
 //
 // An adapter is a list of pages of 16 ranks. Rows of one adapter are taken in blocks. `shrink` makes S [rows, ranks] of
 // a block in float32, `expand` makes S @ B: both are bound by arithmetic where a block has many rows, so x is taken in
-// parts of kBlockK columns, that a tile of x may stay in the first cache and the pages' part in the second. A block of few
-// rows is bound by reading its pages: `stream` reads them once, from end to end, and fetches ahead.
+// parts of kBlockK columns, that a tile of x may stay in the first cache and the pages' part in the second. A block of
+// few rows is bound by reading its pages: `stream` reads them once, from end to end, and fetches ahead.
 #pragma once
 #include "kernels.h"
 #include "threads.h"
@@ -82,29 +82,42 @@ class Lora {
         const float* x_at[R];
         const P* a_at[W];
         for (int i = 0; i < R; i++) x_at[i] = rows[r + i];
-        for (int i = 0; i < W; i++) a_at[i] = page_of_a(block.pages[rank / kPageRank], slice) + (rank % kPageRank + i) * in + k;
+        const int64_t page = block.pages[rank / kPageRank];
+        for (int i = 0; i < W; i++) a_at[i] = page_of_a(page, slice) + (rank % kPageRank + i) * in + k;
         float* out = block.s_of(slice) + r * ranks + rank;
-        if (k == 0) dot_tile<R, W, false, Arranged>(x_at, a_at, end - k, out, ranks);
-        else dot_tile<R, W, true, Arranged>(x_at, a_at, end - k, out, ranks);
+        const FetchAhead ahead{distance(page_of_a(page, 0), page_of_b(page))};   // expand comes next
+        if (k == 0) dot_tile<R, W, false, Arranged>(x_at, a_at, end - k, out, ranks, ahead);
+        else dot_tile<R, W, true, Arranged>(x_at, a_at, end - k, out, ranks, ahead);
       }
     });
   }
 
   // delta[:, first:last] = S @ B[:, first:last], or added to y; columns of one slice.
   void expand(const RowBlock& block, int64_t slice, int64_t first, int64_t last) const {
+    if (block.delta)
+      return expand_to(block, slice, first, last, [&](int64_t row, int64_t column, int64_t lanes, vec sum) {
+        store_lanes(block.delta + row * delta_width() + column, sum, lanes);
+      });
+    T* y[kBlockRows];
+    for (int64_t r = 0; r < block.num_rows; r++) y[r] = static_cast<T*>(call_.y) + block.rows[r] * call_.y_stride;
+    expand_to(block, slice, first, last, [&](int64_t row, int64_t column, int64_t lanes, vec sum) {
+      store_lanes(y[row] + column, load_lanes(y[row] + column, lanes) + sum, lanes);
+    });
+  }
+
+  template <class Put>
+  void expand_to(const RowBlock& block, int64_t slice, int64_t first, int64_t last, const Put& put) const {
     const int64_t ranks = block.ranks();
     const P** b = static_cast<const P**>(scratch(kLocal, ranks * sizeof(P*)));
-    for (int64_t rank = 0; rank < ranks; rank++) b[rank] = page_of_b(block.pages[rank / kPageRank]) + rank % kPageRank * pool_.out_features;
+    for (int64_t rank = 0; rank < ranks; rank++)
+      b[rank] = page_of_b(block.pages[rank / kPageRank]) + rank % kPageRank * pool_.out_features;
     const float* s = block.s_of(slice);
-    T* y = static_cast<T*>(call_.y);
     const int64_t span = block.num_rows <= kRows ? last - first : kBlockN;
     for (int64_t n = first; n < last; n += span) {
       const int64_t end = n + span < last ? n + span : last;
       for_row_tiles(block.num_rows, [&](auto R, int64_t r) {
         sum_columns<R>(s + r * ranks, ranks, b, ranks, n, end, [&](int i, int64_t column, int64_t lanes, vec sum) {
-          if (block.delta) return store_lanes(block.delta + (r + i) * delta_width() + column, sum, lanes);
-          T* to = y + block.rows[r + i] * call_.y_stride + column;
-          store_lanes(to, load_lanes(to, lanes) + sum, lanes);
+          put(r + i, column, lanes, sum);
         });
       });
     }
@@ -118,8 +131,8 @@ class Lora {
       expand(block, slice, pool_.slices[slice], pool_.slices[slice + 1]);
   }
 
-  // The whole delta of a block of few rows. While one page is read, the same place of the next one is fetched; after the
-  // block's last that is `page_after`.
+  // The whole delta of a block of few rows. While one page is read, the same place of the next one is fetched; after
+  // the block's last that is `page_after`.
   void stream(const RowBlock& block, int64_t page_after) const {
     for_row_tiles(block.num_rows, [&](auto R, int64_t r) {
       const T* x[R];
@@ -207,8 +220,12 @@ class Lora {
   const P* page_of_a(int64_t page, int64_t slice) const {
     return static_cast<const P*>(pool_.a) + (page * pool_.num_slices + slice) * kPageRank * pool_.in_features;
   }
-  const P* page_of_b(int64_t page) const { return static_cast<const P*>(pool_.b) + page * kPageRank * pool_.out_features; }
-  static int64_t distance(const P* from, const P* to) { return reinterpret_cast<const char*>(to) - reinterpret_cast<const char*>(from); }
+  const P* page_of_b(int64_t page) const {
+    return static_cast<const P*>(pool_.b) + page * kPageRank * pool_.out_features;
+  }
+  static int64_t distance(const P* from, const P* to) {   // in bytes, between any two pages
+    return reinterpret_cast<intptr_t>(to) - reinterpret_cast<intptr_t>(from);
+  }
 
  protected:
   const LoraCall& call_;

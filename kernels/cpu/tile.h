@@ -20,7 +20,10 @@ struct FetchAhead {
   int64_t bytes;
   template <class T>
   RL_INLINE void operator()(const T* p) const {
-    for (size_t i = 0; i < 2 * kLanes * sizeof(T); i += 64) fetch(reinterpret_cast<const char*>(p) + bytes + i);
+    constexpr int64_t size = 2 * kLanes * sizeof(T);
+    const char* at = reinterpret_cast<const char*>(p) + bytes;
+    if (size < 64 && (reinterpret_cast<uintptr_t>(at) & 63) >= size) return;   // the values before these fetched the line
+    for (int64_t i = 0; i < size; i += 64) fetch(at + i);
   }
 };
 

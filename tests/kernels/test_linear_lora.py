@@ -1,4 +1,4 @@
-"""`linear_lora`: to the bit what the linear layer and `add_lora_` make one after the other, on any number of threads."""
+"""`linear_lora`: to the bit what the linear layer and `add_lora_` make in turn, on any number of threads."""
 
 from collections.abc import Iterator
 from typing import Any
