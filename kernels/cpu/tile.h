@@ -22,7 +22,7 @@ struct FetchAhead {
   RL_INLINE void operator()(const T* p) const {
     constexpr int64_t size = 2 * kLanes * sizeof(T);
     const char* at = reinterpret_cast<const char*>(p) + bytes;
-    if (size < 64 && (reinterpret_cast<uintptr_t>(at) & 63) >= size) return;   // the values before these fetched the line
+    if (size < 64 && (reinterpret_cast<uintptr_t>(at) & 63) >= size) return;   // fetched before
     for (int64_t i = 0; i < size; i += 64) fetch(at + i);
   }
 };
