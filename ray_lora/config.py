@@ -42,7 +42,7 @@ class LoRAModule(BaseModel):
     path: str
     base_model_name: str | None = None
     """Accepted for vLLM's sake; must be a served name of this model."""
-    weight: float = Field(1.0, ge=MIN_WEIGHT, le=MAX_WEIGHT)
+    weight: float = Field(default=1.0, ge=MIN_WEIGHT, le=MAX_WEIGHT)
     """Of its share of the service, as long as none was set at run time."""
     pinned: bool = False
     """Whether it stays in host memory and on the device, as long as nothing else was said at run time."""

@@ -72,6 +72,11 @@ class AdapterLoader:
         """See `AsyncEngine.pin_adapter`."""
         return await self._carry_through(self._pin(name) if is_pinned else self._unpin(name))
 
+    async def set_weight(self, name: str, weight: float) -> AdapterInfo:
+        """See `AsyncEngine.set_adapter_weight`."""
+        await self._call(lambda: self._adapters.set_weight(name, weight))
+        return self._adapters.info(name)
+
     async def validate(self, path: str, name: str | None) -> AdapterValidation:
         """See `AsyncEngine.validate_adapter`."""
         if name is not None:

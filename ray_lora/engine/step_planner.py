@@ -37,9 +37,7 @@ def plan_step(
 def _start(sequence: SequenceState) -> SequenceStart:
     sequence.started = True
     prompt = tuple(islice(sequence.token_ids, sequence.num_prompt_tokens))
-    return SequenceStart(
-        sequence.request_id, prompt, sequence.sampling_params, sequence.seed, sequence.stop_token_ids
-    )
+    return SequenceStart(sequence.request_id, prompt, sequence.sampling_params, sequence.seed, sequence.stop_token_ids)
 
 
 def _plan_sequence(sequence: SequenceState, num_tokens: int, adapter: int) -> SequencePlan:
