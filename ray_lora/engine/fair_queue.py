@@ -82,10 +82,21 @@ class FairQueue:
             if (following := queue.next) is not None and following is not first:
                 heapq.heappush(heap, _turn(queue, following))
 
-    def most_served(self, at_least: float = -math.inf) -> AdapterQueue | None:
-        """The queue that is furthest ahead, of those that run more than one request."""
-        several = [queue for queue in self._queues.values() if queue.num_running > 1 and queue.counter >= at_least]
-        return max(several, key=attrgetter("counter"), default=None)
+    @property
+    def num_active(self) -> int:
+        """Queues with requests that wait or run."""
+        return sum(queue.num_running > 0 or queue.next is not None for queue in self._queues.values())
+
+    def most_served(self, more_than: float, at_least: float = -math.inf) -> AdapterQueue | None:
+        """The queue that is furthest ahead.
+
+        Args:
+            more_than: of those that run more requests than this.
+            at_least: of those whose counter is no less than this.
+        """
+        queues = self._queues.values()
+        found = [queue for queue in queues if queue.num_running > more_than and queue.counter >= at_least]
+        return max(found, key=attrgetter("counter"), default=None)
 
     def push(self, sequence: SequenceState) -> None:
         """A request waits: a new one, or one that has run and comes before all that are newer."""

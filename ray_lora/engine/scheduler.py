@@ -148,35 +148,32 @@ class Scheduler:
 
     def _schedule_prompts(self) -> None:
         passed: list[AdapterQueue] = []
-        may_admit = True
+        pages_are_owed, is_full = False, False
         for queue in self.waiting.turns():
             sequence = queue.next
-            if self._budget == 0 or sequence is None:
+            is_done = is_full and len(self._scheduled) == len(self.running)
+            if sequence is None or is_done or self._budget == 0:
                 break
             if sequence is queue.begun:
                 self._advance(sequence)
-            elif may_admit and self._lacks_pages(sequence, passed):
+            elif is_full:
+                continue
+            elif sequence.adapter is not None and (pages_are_owed or not self.adapters.can_activate(sequence.adapter)):
                 passed.append(queue)
-            elif may_admit:
-                may_admit = self._admit(sequence, queue)
-                if may_admit and sequence.adapter is not None:
-                    for other in passed:
-                        other.num_bypassed += 1
-
-    def _lacks_pages(self, sequence: SequenceState, passed: list[AdapterQueue]) -> bool:
-        """Also if it would be the first of `passed` to get them, once one of these has been passed by often enough."""
-        if sequence.adapter is None:
-            return False
-        return any(queue.num_bypassed >= MAX_BYPASS for queue in passed) or not self.adapters.can_activate(
-            sequence.adapter
-        )
+                pages_are_owed = pages_are_owed or queue.num_bypassed >= MAX_BYPASS
+            elif not self._admit(sequence, queue):
+                is_full = True
+            elif sequence.adapter is not None:
+                for other in passed:
+                    other.num_bypassed += 1
+                    pages_are_owed = pages_are_owed or other.num_bypassed >= MAX_BYPASS
 
     def _advance(self, sequence: SequenceState) -> None:
         """Give a running request as many of its tokens as the step takes, unless it is the one that gives way."""
         num_tokens = min(sequence.num_remaining_tokens, self._budget)
         needed = self.blocks.num_blocks_for(sequence.num_computed_tokens + num_tokens) - len(sequence.block_ids)
         while needed > 0 and not self.blocks.can_allocate(needed):
-            victim = self._youngest(self.waiting.most_served())
+            victim = self._youngest(self.waiting.most_served(more_than=1))
             self._preempt(victim)
             if victim is sequence:
                 return
@@ -213,8 +210,12 @@ class Scheduler:
         return True
 
     def _make_way(self, queue: AdapterQueue) -> bool:
-        """Preempt another queue's request for one that runs nothing and was served no more; false if there is none."""
-        other = self.waiting.most_served(at_least=queue.counter) if queue.num_running == 0 else None
+        """For a queue that runs nothing, preempt a request of one that was served no less and keeps its part of the
+        running requests, and two at least: without those, ends come often enough. False if there is none."""
+        if queue.num_running > 0:
+            return False
+        part = len(self.running) / self.waiting.num_active
+        other = self.waiting.most_served(more_than=max(2, part + 1), at_least=queue.counter)
         if other is not None:
             self._preempt(self._youngest(other))
         return other is not None

@@ -96,16 +96,17 @@ def test_the_flood_gives_way_once_for_each_request_that_needs_its_room(num_block
 
 
 def test_the_one_that_gives_way_is_the_least_urgent_then_the_youngest() -> None:
-    meter = Meter("abc", max_num_seqs=4, max_num_batched_tokens=64)
-    first, urgent, other = (meter.add(4, "a", max_tokens=20, priority=priority) for priority in (0, -1, 0))
-    alone = meter.add(4, "b", max_tokens=20)
+    meter = Meter("abcde", max_num_seqs=6, max_num_batched_tokens=64)
+    flood = [meter.add(4, "a", max_tokens=20, priority=priority) for priority in (0, -1, 0, -1, 0)]
+    meter.add(4, "b", max_tokens=20)
     meter.step()
-    for number, victim in ((0, other), (1, first)):
-        meter.add(4, "c" if number == 0 else None, max_tokens=20)
+    for name, victim in (("c", 4), (None, 2), ("d", 0)):
+        meter.add(4, name, max_tokens=20)
         meter.step()
-        assert victim in meter.scheduler.waiting
-    assert meter.scheduler.running[:2] == [urgent, alone], "one request of each is left"
-    assert list(meter.scheduler.waiting) == [first, other]
+        assert flood[victim] in meter.scheduler.waiting
+    last = meter.add(4, "e", max_tokens=20)
+    meter.step()
+    assert last in meter.scheduler.waiting, "what is left is no flood"
     meter.run()
 
 
