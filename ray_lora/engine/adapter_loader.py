@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from ray_lora.adapter import AdapterInfo, AdapterManifest, AdapterValidation, Refusal
-from ray_lora.config import MAX_FETCHES, EngineConfig
+from ray_lora.config import MAX_FETCHES, EngineConfig, LoRAModule
 from ray_lora.engine.adapter_manager import AdapterManager
 from ray_lora.engine.adapter_resolver import AdapterResolver, Candidate
 from ray_lora.engine.engine_metrics import EngineMetrics
@@ -58,6 +58,13 @@ class AdapterLoader:
         check_adapter_name(name, self._config.base_model_name)
         with self._metrics.counting_failed_loads():
             return await self._carry_through(self._load(name, Candidate(path), load_inplace, expected_version))
+
+    async def load_configured(self, module: LoRAModule) -> None:
+        """See `AsyncEngine.load_configured`."""
+        await self.load(module.name, module.path, load_inplace=False)
+        await self.set_weight(module.name, module.weight)
+        if module.pinned:
+            await self.pin(module.name, True)
 
     async def unload(self, name: str) -> None:
         """See `AsyncEngine.unload_adapter`."""

@@ -141,10 +141,7 @@ class AsyncEngine:
 
     async def load_configured(self, module: LoRAModule) -> None:
         """Load an adapter of `lora_modules`."""
-        await self._loader.load(module.name, module.path, load_inplace=False)
-        await self._loader.set_weight(module.name, module.weight)
-        if module.pinned:
-            await self._loader.pin(module.name, True)
+        await self._loader.load_configured(module)
 
     async def mark_used(self, name: str, at: float) -> None:
         """Tell when a request last came for this name, in seconds since the epoch."""
@@ -210,10 +207,10 @@ class AsyncEngine:
             except BaseException as error:
                 fail(error)
             else:
-                self._loop.call_soon_threadsafe(_set_result, future, value)
+                self._loop.call_soon_threadsafe(_tell, future, future.set_result, value)
 
         def fail(error: BaseException) -> None:
-            self._loop.call_soon_threadsafe(_set_exception, future, error)
+            self._loop.call_soon_threadsafe(_tell, future, future.set_exception, error)
 
         self._post(run, fail)
         return await future
@@ -296,11 +293,6 @@ class AsyncEngine:
             self._loop.call_soon_threadsafe(stream.put_nowait, error)
 
 
-def _set_result(future: "asyncio.Future[T]", value: T) -> None:
+def _tell(future: "asyncio.Future[Any]", tell: Callable[[T], None], what: T) -> None:
     if not future.done():
-        future.set_result(value)
-
-
-def _set_exception(future: "asyncio.Future[Any]", error: BaseException) -> None:
-    if not future.done():
-        future.set_exception(error)
+        tell(what)

@@ -37,6 +37,5 @@ def check_host_room(
     largest = max((each.shard_bytes for each in others if each.version not in pinned), default=0)
     if taken + largest > max_host_bytes:
         raise CapacityError(
-            f"{taken} bytes of pinned adapters and {largest} of another one exceed max_cpu_lora_bytes "
-            f"{max_host_bytes}"
+            f"{taken} bytes of pinned adapters and {largest} of another one exceed max_cpu_lora_bytes {max_host_bytes}"
         )

@@ -111,15 +111,27 @@ def test_the_one_that_gives_way_is_the_least_urgent_then_the_youngest() -> None:
 
 
 def test_who_was_served_more_waits_for_room() -> None:
-    meter = Meter(max_num_seqs=2, max_model_len=128)
-    meter.add(60, "b")
-    meter.run()
-    served = [meter.add(2, "a", max_tokens=20) for _ in range(2)]
+    meter = Meter(max_num_seqs=4, max_model_len=128)
+    served = [meter.add(2, "a", max_tokens=20) for _ in range(4)]
     meter.step()
     ahead = meter.add(2, "b")
-    meter.scheduler.waiting.queue_of(ahead).counter += 1000
+    queue = meter.scheduler.waiting.queue_of(ahead)
+    queue.counter += 30
+    for _ in range(4):
+        meter.step()
+        assert meter.scheduler.running == served
     meter.step()
-    assert meter.scheduler.running == served
+    assert ahead in meter.scheduler.running, "until the others have caught up"
+    meter.run()
+
+
+def test_who_takes_a_place_in_the_step_takes_its_token_too() -> None:
+    meter = Meter(max_num_seqs=4, max_num_batched_tokens=8)
+    for _ in range(4):
+        meter.add(2, "a", max_tokens=20)
+    meter.step()
+    other = meter.add(8, "b")
+    assert spans(meter.step())[other.request_id] == (0, 5)
     meter.run()
 
 
@@ -222,18 +234,19 @@ def test_names_that_come_for_the_first_time_overtake_nobody_for_ever() -> None:
 
 
 def test_nobody_saves_up_while_idle_and_nobody_loses_a_debt() -> None:
-    meter = Meter("ab", max_num_seqs=2, max_num_batched_tokens=64)
+    meter = Meter("abc", max_num_seqs=2, max_num_batched_tokens=64)
     queue_of = meter.scheduler.waiting.queue_of
-    a = [meter.add(10, "a", max_tokens=20) for _ in range(20)]
+    flood = [meter.add(10, "a", max_tokens=20) for _ in range(20)]
     for _ in range(100):
         meter.step()
-    b = meter.add(10, "b")
-    assert queue_of(b).counter == queue_of(a[0]).counter > 0
+    b = meter.add(60, "b", max_tokens=1)
+    assert queue_of(b).counter == queue_of(flood[0]).counter > 0
     while b.finish_reason is None:
         meter.step()
-    served = queue_of(b).counter
-    again = meter.add(1, "b")
-    assert queue_of(again).counter == max(served, queue_of(a[0]).counter)
+    debt = queue_of(b).counter
+    assert debt > queue_of(flood[0]).counter
+    meter.add(1, "c", max_tokens=1)
+    assert queue_of(meter.add(1, "b")).counter == debt
     meter.run()
 
 

@@ -144,9 +144,12 @@ def test_no_more_than_max_num_seqs_run_and_the_rest_wait_in_order() -> None:
     assert admitted == [[ids[0], ids[1]], [ids[0], ids[2]], [ids[0], ids[3]]]
 
 
-def test_a_request_that_lacks_blocks_is_overtaken_by_nobody() -> None:
+@pytest.mark.parametrize("other", ["a", None])
+def test_a_request_that_lacks_blocks_is_overtaken_by_nobody(other: str | None) -> None:
     harness = Harness(num_blocks=4, max_num_batched_tokens=32)
-    first, large, small = harness.add(8, max_tokens=4), harness.add(12), harness.add(1)
+    harness.register("a")
+    first, large, small = harness.add(8, max_tokens=4), harness.add(12), harness.add(1, other)
+    harness.scheduler.waiting.queue_of(small).counter += 100 * (other is not None)
     assert list(spans(harness.step())) == [first.request_id]
     assert list(spans(harness.step())) == [first.request_id]
     harness.run()
