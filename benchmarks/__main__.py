@@ -9,6 +9,7 @@ QUESTIONS = (
     "lora_dense",
     "throughput",
     "llama_cpp",
+    "fairness",
     "http_clients",
     "tensor_parallel",
     "memory",

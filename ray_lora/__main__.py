@@ -6,7 +6,7 @@ import click
 
 ADAPTER_COMMANDS = {
     **dict.fromkeys(("inspect", "compress", "merge", "convert"), "ray_lora.adapters.adapter_commands"),
-    **dict.fromkeys(("list", "load", "unload", "pin", "unpin", "validate"), "ray_lora.serve.server_commands"),
+    **dict.fromkeys(("list", "load", "unload", "pin", "unpin", "weight", "validate"), "ray_lora.serve.server_commands"),
 }
 
 

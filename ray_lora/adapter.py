@@ -3,6 +3,10 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+MIN_WEIGHT, MAX_WEIGHT = 0.001, 1000.0
+"""Of a name's share of the service: an adapter of weight 2 is served twice as many tokens as one of weight 1, while
+requests for both wait."""
+
 PAGE_RANK = 16
 """Ranks in one page: the tile of the cube unit, and the only rank the kernels know."""
 
@@ -102,6 +106,8 @@ class AdapterInfo:
     tier: Tier
     pinned: bool
     """Stays in host memory and on the device once it is there."""
+    weight: float
+    """Of its share of the service, beside others'."""
     num_running: int
     """Running requests of this version, under whichever name."""
     num_waiting: int

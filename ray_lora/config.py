@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from ray_lora.adapter import PAGE_RANK, num_pages
+from ray_lora.adapter import MAX_WEIGHT, MIN_WEIGHT, PAGE_RANK, num_pages
 from ray_lora.errors import ConfigError
 from ray_lora.tenant import ApiKey, Limits, hash_key
 
@@ -42,6 +42,10 @@ class LoRAModule(BaseModel):
     path: str
     base_model_name: str | None = None
     """Accepted for vLLM's sake; must be a served name of this model."""
+    weight: float = Field(default=1.0, ge=MIN_WEIGHT, le=MAX_WEIGHT)
+    """Of its share of the service, as long as none was set at run time."""
+    pinned: bool = False
+    """Whether it stays in host memory and on the device, as long as nothing else was said at run time."""
 
 
 class EngineConfig(BaseModel):
@@ -88,6 +92,8 @@ class EngineConfig(BaseModel):
     lora_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     lora_modules: tuple[LoRAModule, ...] = ()
     """Adapters loaded at start: a list of `{name, path}` or `name=path`, or a mapping of names to paths."""
+    base_model_weight: float = Field(1.0, ge=MIN_WEIGHT, le=MAX_WEIGHT)
+    """Of the base model's share of the service, beside the adapters'."""
     adapter_store_dir: str = "~/.cache/ray_lora/adapters"
     """Content-addressed copies of loaded adapters."""
     adapter_store_max_bytes: int = Field(64 << 30, ge=1)

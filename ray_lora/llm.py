@@ -100,6 +100,14 @@ class LLM:
         """
         return self._run(self._engine.pin_adapter(name, is_pinned))
 
+    def set_adapter_weight(self, name: str, weight: float) -> AdapterInfo:
+        """Set an adapter's share of the service; each begins with 1.
+
+        Raises:
+            InvalidRequestError, NotFoundError: the weight is out of range; there is none of that name.
+        """
+        return self._run(self._engine.set_adapter_weight(name, weight))
+
     def list_adapters(self) -> list[AdapterInfo]:
         return self._engine.list_adapters()
 

@@ -105,6 +105,8 @@ class GenerateRequest:
     """vLLM's: and within a key only with requests of the same salt."""
     trace_headers: Mapping[str, str] | None = None
     """W3C `traceparent` and `tracestate` of who asked."""
+    priority: int = 0
+    """vLLM's: of the requests for one adapter that wait, those with the lowest number run first."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,6 +63,11 @@ WRONG: list[tuple[str, Any]] = [
     ("lora_modules", [{"name": "a"}]),
     ("lora_modules", [{"name": "a", "path": "p", "rank": 5}]),
     ("lora_modules", {"a": None}),
+    ("lora_modules", [{"name": "a", "path": "p", "weight": 0}]),
+    ("lora_modules", [{"name": "a", "path": "p", "pinned": "maybe"}]),
+    ("base_model_weight", 0),
+    ("base_model_weight", float("nan")),
+    ("base_model_weight", 1001),
     ("lora_modules", ["two\nlines"]),
     ("adapter_load_timeout_s", 0),
     ("tensor_parallel_size", 0),
@@ -119,6 +124,12 @@ def test_the_place_of_a_fault_in_a_list_is_named() -> None:
 def test_adapters_are_given_in_any_of_four_ways(lora_modules: Any) -> None:
     config = EngineConfig.parse(MODEL | {"lora_modules": lora_modules})
     assert config.lora_modules == (LoRAModule(name="a", path="/x/a"), LoRAModule(name="b", path="/x=y/b"))
+
+
+def test_an_adapter_may_be_given_with_its_settings() -> None:
+    module = {"name": "a", "path": "/x/a", "weight": 2, "pinned": True}
+    config = EngineConfig.parse(MODEL | {"lora_modules": [module, "b=/x/b"]})
+    assert [(each.weight, each.pinned) for each in config.lora_modules] == [(2.0, True), (1.0, False)]
 
 
 def test_a_config_does_not_change() -> None:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from ray_lora.adapter import AdapterInfo, AdapterManifest, AdapterValidation, Refusal
-from ray_lora.config import MAX_FETCHES, EngineConfig
+from ray_lora.config import MAX_FETCHES, EngineConfig, LoRAModule
 from ray_lora.engine.adapter_manager import AdapterManager
 from ray_lora.engine.adapter_resolver import AdapterResolver, Candidate
 from ray_lora.engine.engine_metrics import EngineMetrics
@@ -59,6 +59,13 @@ class AdapterLoader:
         with self._metrics.counting_failed_loads():
             return await self._carry_through(self._load(name, Candidate(path), load_inplace, expected_version))
 
+    async def load_configured(self, module: LoRAModule) -> None:
+        """See `AsyncEngine.load_configured`."""
+        await self.load(module.name, module.path, load_inplace=False)
+        await self.set_weight(module.name, module.weight)
+        if module.pinned:
+            await self.pin(module.name, True)
+
     async def unload(self, name: str) -> None:
         """See `AsyncEngine.unload_adapter`."""
 
@@ -71,6 +78,11 @@ class AdapterLoader:
     async def pin(self, name: str, is_pinned: bool) -> AdapterInfo:
         """See `AsyncEngine.pin_adapter`."""
         return await self._carry_through(self._pin(name) if is_pinned else self._unpin(name))
+
+    async def set_weight(self, name: str, weight: float) -> AdapterInfo:
+        """See `AsyncEngine.set_adapter_weight`."""
+        await self._call(lambda: self._adapters.set_weight(name, weight))
+        return self._adapters.info(name)
 
     async def validate(self, path: str, name: str | None) -> AdapterValidation:
         """See `AsyncEngine.validate_adapter`."""

@@ -7,14 +7,16 @@ second while a running request uses them, and neither while a name that points t
 
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
-from ray_lora.adapter import AdapterInfo, AdapterManifest, Tier, num_pages
+from ray_lora.adapter import MAX_WEIGHT, MIN_WEIGHT, AdapterInfo, AdapterManifest, Tier
 from ray_lora.engine.adapter_pages import AdapterPages
 from ray_lora.engine.adapter_version import Registration, Version
+from ray_lora.engine.pin_limits import check_device_room, check_host_room
 from ray_lora.errors import (
     AdapterExistsError,
     AdapterRejectedError,
-    CapacityError,
+    InvalidRequestError,
     NotFoundError,
     VersionConflictError,
 )
@@ -32,6 +34,7 @@ class AdapterManager:
         max_host_bytes: int | None = None,
         now: Callable[[], float] = time.time,
         on_evict: Callable[[str | None, Tier], None] = lambda name, tier: None,
+        base_weight: float = 1.0,
     ) -> None:
         """
         Args:
@@ -40,6 +43,7 @@ class AdapterManager:
         self.pages = AdapterPages(num_pages, max_resident, lambda version: self._tell_evicted(version, "device"))
         self.max_rank = max_rank
         self.max_host_bytes = max_host_bytes
+        self.base_weight = base_weight
         self._names: dict[str, Registration] = {}
         self._versions: dict[str, Version] = {}
         self._dead: list[str] = []
@@ -126,8 +130,8 @@ class AdapterManager:
         pinned = self._pinned(instead_of=name)
         if entry is not None and entry.is_pinned:
             pinned[manifest.version] = manifest
-            self._check_pins(pinned)
-        self._check_host(pinned, [manifest])
+            check_device_room(self.pages, self.max_rank, pinned)
+        check_host_room(self.max_host_bytes, pinned, [manifest])
         return True
 
     def register(self, name: str, manifest: AdapterManifest) -> None:
@@ -155,8 +159,8 @@ class AdapterManager:
         entry = self._entry(name)
         if not entry.is_pinned:
             pinned = self._pinned() | {entry.version.manifest.version: entry.version.manifest}
-            self._check_pins(pinned)
-            self._check_host(pinned, [version.manifest for version in self._versions.values()])
+            check_device_room(self.pages, self.max_rank, pinned)
+            check_host_room(self.max_host_bytes, pinned, [version.manifest for version in self._versions.values()])
             entry.is_pinned = True
             entry.version.num_pins += 1
 
@@ -170,6 +174,22 @@ class AdapterManager:
         if entry.is_pinned:
             entry.is_pinned = False
             entry.version.num_pins -= 1
+
+    def set_weight(self, name: str, weight: float) -> None:
+        """Set a name's share of the service, from its next token on.
+
+        Raises:
+            InvalidRequestError, NotFoundError: the weight is out of range; there is none of that name.
+        """
+        if not MIN_WEIGHT <= weight <= MAX_WEIGHT:
+            raise InvalidRequestError(f"weight must be from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}, not {weight}", "weight")
+        self._entry(name).weight = weight
+
+    def weight(self, name: str | None) -> float:
+        """Of a name, also of one that was unregistered while requests ran on it; None is the base model."""
+        if name is None:
+            return self.base_weight
+        return self._names[name].weight if name in self._names else 1.0
 
     def mark_used(self, name: str, at: float | None = None) -> None:
         """Tell that a request came for this name, now or at a time before."""
@@ -232,36 +252,10 @@ class AdapterManager:
         entries = [entry for entry in self._names.values() if entry.is_pinned and entry.name != instead_of]
         return {entry.version.manifest.version: entry.version.manifest for entry in entries}
 
-    def _check_pins(self, pinned: dict[str, AdapterManifest]) -> None:
-        """On the device there must be room for another one, whatever its rank."""
-        pages = self.pages
-        left, needed = pages.num_pages - sum(each.num_pages for each in pinned.values()), num_pages(self.max_rank)
-        if len(pinned) >= pages.max_resident:
-            raise CapacityError(f"pinning {len(pinned)} of max_loras {pages.max_resident} leaves none for others")
-        if left < needed:
-            raise CapacityError(
-                f"pinning would leave {left} of {pages.num_pages} pages; an adapter of max_lora_rank {self.max_rank} "
-                f"needs {needed}"
-            )
-
-    def _check_host(self, pinned: dict[str, AdapterManifest], others: Iterable[AdapterManifest]) -> None:
-        """In host memory there must be room for each of the others beside the pinned ones."""
-        if self.max_host_bytes is None:
-            return
-        taken = sum(each.shard_bytes for each in pinned.values())
-        largest = max((each.shard_bytes for each in others if each.version not in pinned), default=0)
-        if taken + largest > self.max_host_bytes:
-            raise CapacityError(
-                f"{taken} bytes of pinned adapters and {largest} of another one exceed max_cpu_lora_bytes "
-                f"{self.max_host_bytes}"
-            )
-
     def _point(self, name: str, manifest: AdapterManifest) -> None:
         version = self._versions.setdefault(manifest.version, Version(manifest))
         previous = self._names.get(name)
-        entry = Registration(name, version)
-        if previous is not None:
-            entry.is_pinned, entry.last_used_at = previous.is_pinned, previous.last_used_at
+        entry = Registration(name, version) if previous is None else replace(previous, version=version)
         version.num_names += 1
         version.num_pins += entry.is_pinned
         self._touch(version)

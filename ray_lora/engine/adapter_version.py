@@ -49,6 +49,7 @@ class Registration:
     name: str
     version: Version
     is_pinned: bool = False
+    weight: float = 1.0
     last_used_at: float | None = None
     """Seconds since the epoch."""
 
@@ -63,6 +64,7 @@ class Registration:
             num_bytes=manifest.shard_bytes,
             tier="device" if version.pages is not None else "host" if version.is_staged else "disk",
             pinned=self.is_pinned,
+            weight=self.weight,
             num_running=version.num_running,
             num_waiting=version.num_requests - version.num_running,
             num_loads=version.num_stagings,

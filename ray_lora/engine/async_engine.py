@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ray_lora.adapter import AdapterInfo, AdapterValidation, Tier, TierUse
-from ray_lora.config import EngineConfig
+from ray_lora.config import EngineConfig, LoRAModule
 from ray_lora.engine.adapter_loader import AdapterLoader
 from ray_lora.engine.adapter_resolver import AdapterResolver, Candidate, DirectoryResolver
 from ray_lora.engine.completion import RequestGroup, Tokenizer
@@ -139,9 +139,9 @@ class AsyncEngine:
         """
         await self._loader.recall(name, candidate)
 
-    async def load_configured(self, name: str, path: str) -> None:
+    async def load_configured(self, module: LoRAModule) -> None:
         """Load an adapter of `lora_modules`."""
-        await self._loader.load(name, path, load_inplace=False)
+        await self._loader.load_configured(module)
 
     async def mark_used(self, name: str, at: float) -> None:
         """Tell when a request last came for this name, in seconds since the epoch."""
@@ -155,6 +155,10 @@ class AsyncEngine:
             CapacityError: the pinned ones would leave no room for others.
         """
         return await self._loader.pin(name, is_pinned)
+
+    async def set_adapter_weight(self, name: str, weight: float) -> AdapterInfo:
+        """Set an adapter's share of the service, from its next token on; see `AdapterManager.set_weight`."""
+        return await self._loader.set_weight(name, weight)
 
     async def validate_adapter(self, path: str, name: str | None = None) -> AdapterValidation:
         """What loading an adapter, under this name, would do. Nothing that is served changes.
@@ -203,10 +207,10 @@ class AsyncEngine:
             except BaseException as error:
                 fail(error)
             else:
-                self._loop.call_soon_threadsafe(_set_result, future, value)
+                self._loop.call_soon_threadsafe(_tell, future, future.set_result, value)
 
         def fail(error: BaseException) -> None:
-            self._loop.call_soon_threadsafe(_set_exception, future, error)
+            self._loop.call_soon_threadsafe(_tell, future, future.set_exception, error)
 
         self._post(run, fail)
         return await future
@@ -289,11 +293,6 @@ class AsyncEngine:
             self._loop.call_soon_threadsafe(stream.put_nowait, error)
 
 
-def _set_result(future: "asyncio.Future[T]", value: T) -> None:
+def _tell(future: "asyncio.Future[Any]", tell: Callable[[T], None], what: T) -> None:
     if not future.done():
-        future.set_result(value)
-
-
-def _set_exception(future: "asyncio.Future[Any]", error: BaseException) -> None:
-    if not future.done():
-        future.set_exception(error)
+        tell(what)

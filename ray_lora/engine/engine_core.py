@@ -39,6 +39,7 @@ class EngineCore:
             config.max_lora_rank,
             config.max_cpu_lora_bytes,
             on_evict=lambda name, tier: self.metrics.evicted(name, tier),
+            base_weight=config.base_model_weight,
         )
         self.scheduler = Scheduler(
             BlockManager(
@@ -195,12 +196,23 @@ class EngineCore:
         self._next_id += 1
         params = replace(params, max_tokens=max_tokens, min_tokens=min(params.min_tokens, max_tokens))
         return SequenceState(
-            self._next_id, token_ids, params, seed, stops, adapter, request.key_name, request.cache_salt
+            self._next_id,
+            token_ids,
+            params,
+            seed,
+            stops,
+            adapter,
+            request.key_name,
+            request.cache_salt,
+            request.adapter,
+            request.priority,
         )
 
     def _check(self, request: GenerateRequest, token_ids: list[int]) -> None:
         vocab_size, max_model_len = self.info.vocab_size, self.info.max_model_len
         params = request.sampling_params
+        if not isinstance(request.priority, int):
+            raise InvalidRequestError(f"priority must be a whole number, not {request.priority!r}", "priority")
         if not token_ids:
             raise InvalidRequestError("The prompt is empty.", "prompt")
         if len(token_ids) >= max_model_len:

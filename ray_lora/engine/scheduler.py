@@ -1,17 +1,17 @@
 """Continuous batching: which request computes which tokens in the next step, in which blocks and pages."""
 
-from collections import deque
 from dataclasses import dataclass
-from itertools import islice
 
 from ray_lora.engine.adapter_manager import AdapterManager
 from ray_lora.engine.block_manager import BlockManager, block_key
+from ray_lora.engine.fair_queue import AdapterQueue, FairQueue
 from ray_lora.engine.sequence_state import SequenceState
+from ray_lora.engine.step_planner import plan_step
 from ray_lora.request import FinishReason
-from ray_lora.step import AdapterPlan, SampledToken, SequencePlan, SequenceStart, StepPlan, StepResult
+from ray_lora.step import AdapterPlan, SampledToken, StepPlan, StepResult
 
 MAX_BYPASS = 64
-"""Requests that may be admitted past one that waits for adapter pages, before admission waits with it."""
+"""Requests for other adapters that may be admitted past a queue that waits for pages; then they wait with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,14 @@ class NewToken:
 
 
 class Scheduler:
-    """First come, first served, with chunked prefill, prefix caching and preemption.
+    """Fair between adapters, with chunked prefill, prefix caching and preemption.
+
+    In every step, those that decode come first, one token each. What is left of the step goes to prompts in the order
+    of their queues, whether they are begun or wait, so that nobody's long prompt holds up the others' first tokens.
+
+    Where there is no room, the one that gives way is the least urgent and youngest of the queue that was served most,
+    of those that run several; and so a queue that runs nothing, when it is first in order, need not wait for another
+    adapter's requests to end.
 
     `schedule` and `update` alternate: a plan's result is applied before the next plan is made. A waiting request holds
     neither blocks nor pages; a running one holds blocks for every token scheduled so far and pins its adapter's pages.
@@ -42,15 +49,20 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
-        self.waiting: deque[SequenceState] = deque()
+        self.waiting = FairQueue(adapters.weight)
         self.running: list[SequenceState] = []
         self.num_preemptions = 0
         self.prefix_cache_queries = 0
         self.prefix_cache_hits = 0
         self._finished: list[int] = []
         self._page_ins: list[AdapterPlan] = []
-        self._planned: dict[int, SequenceState] = {}
         self._step_id = 0
+        self._scheduled: dict[SequenceState, int] = {}
+        """How many tokens each computes in this step."""
+        self._budget = 0
+        """Tokens that this step has room for beside those."""
+        self._preempted: set[SequenceState] = set()
+        """In this step."""
 
     @property
     def has_work(self) -> bool:
@@ -59,25 +71,26 @@ class Scheduler:
     def add(self, sequence: SequenceState) -> None:
         if sequence.adapter is not None:
             self.adapters.hold(sequence.adapter)
-        self.waiting.append(sequence)
+        self.waiting.push(sequence)
 
     def schedule(self) -> StepPlan | None:
         """Plan the next step; None if nothing can run, which only happens when nothing is waiting or running."""
-        scheduled: list[tuple[SequenceState, int]] = []
-        num_preemptions = self.num_preemptions
-        budget = self._schedule_running(scheduled, self.max_num_batched_tokens)
-        if self.num_preemptions == num_preemptions:
-            self._schedule_waiting(scheduled, budget)
-        if not scheduled:
+        self._scheduled, self._preempted = {}, set()
+        self._budget = self.max_num_batched_tokens
+        self._schedule_decodes()
+        self._schedule_prompts()
+        if not self._scheduled:
             return None
         self._step_id += 1
-        self._planned = {sequence.request_id: sequence for sequence, _ in scheduled}
-        return self._plan(scheduled)
+        plan = plan_step(self._step_id, self._scheduled, self._page_ins, self._finished)
+        self._page_ins, self._finished = [], []
+        return plan
 
     def update(self, plan: StepPlan, result: StepResult) -> list[NewToken]:
         """Apply a step's result; returns what it sampled. Sequences that ended are no longer running."""
+        sequences = {sequence.request_id: sequence for sequence in self._scheduled}
         for planned in plan.sequences:
-            sequence = self._planned.get(planned.request_id)
+            sequence = sequences.get(planned.request_id)
             if sequence is None:
                 continue
             sequence.num_computed_tokens += len(planned.token_ids)
@@ -87,16 +100,16 @@ class Scheduler:
                 sequence.prompt_logprobs.extend(result.prompt_logprobs[planned.request_id])
         news = []
         for sampled in result.sampled:
-            sequence = self._planned.get(sampled.request_id)
+            sequence = sequences.get(sampled.request_id)
             if sequence is None:
                 continue
             if sampled.error is not None:
                 self.finish(sequence, "abort", keep_cached=False)
             else:
                 sequence.token_ids.append(sampled.token_id)
+                self.waiting.charge_output(sequence)
                 self._check_stop(sequence, sampled.token_id)
             news.append(NewToken(sequence, sampled))
-        self._planned = {}
         return news
 
     def finish(self, sequence: SequenceState, reason: FinishReason, keep_cached: bool = True) -> None:
@@ -105,11 +118,9 @@ class Scheduler:
             return
         sequence.finish_reason = reason
         if sequence in self.running:
-            self.running.remove(sequence)
-            self._give_back(sequence, keep_cached)
+            self._stop_running(sequence, keep_cached)
         else:
             self.waiting.remove(sequence)
-        self._planned.pop(sequence.request_id, None)
         if sequence.started:
             self._finished.append(sequence.request_id)
         if sequence.adapter is not None:
@@ -119,6 +130,7 @@ class Scheduler:
         """Assert that no block or page is lost or wrongly shared."""
         self.blocks.check_integrity(sequence.block_ids for sequence in self.running)
         self.adapters.check_integrity()
+        self.waiting.check_integrity(self.running)
         for sequence in self.waiting:
             assert not sequence.block_ids, "a waiting request holds blocks"
             assert sequence.num_computed_tokens == 0
@@ -127,58 +139,63 @@ class Scheduler:
             assert sequence.adapter is None or sequence.adapter.pages is not None
         assert len(self.running) <= self.max_num_seqs
 
-    def _schedule_running(self, scheduled: list[tuple[SequenceState, int]], budget: int) -> int:
-        """Schedule who is already running, the youngest giving way when blocks run out; returns the tokens left."""
-        index = 0
-        while index < len(self.running) and budget > 0:
-            sequence = self.running[index]
-            num_tokens = min(sequence.num_remaining_tokens, budget)
-            needed = self.blocks.num_blocks_for(sequence.num_computed_tokens + num_tokens) - len(sequence.block_ids)
-            while needed > 0 and not self.blocks.can_allocate(needed):
-                victim = self.running[-1]
-                self._preempt(victim)
-                if victim is sequence:
-                    return budget
-            if needed > 0:
-                sequence.block_ids += self.blocks.allocate(needed)
-            scheduled.append((sequence, num_tokens))
-            budget -= num_tokens
-            index += 1
-        return budget
-
-    def _schedule_waiting(self, scheduled: list[tuple[SequenceState, int]], budget: int) -> None:
-        """Admit who waits, in order; one that lacks adapter pages is passed by, but not for ever."""
-        blocked: list[SequenceState] = []
-        patience = MAX_BYPASS
-        while self.waiting and budget > 0 and patience > 0 and len(self.running) < self.max_num_seqs:
-            sequence = self.waiting[0]
-            if sequence.adapter is not None and not self.adapters.can_activate(sequence.adapter):
-                blocked.append(self.waiting.popleft())
-                patience = min(patience, MAX_BYPASS - sequence.num_bypassed)
-                continue
-            cached, keys = self._find_cached(sequence)
-            num_cached = len(cached) * self.blocks.block_size
-            num_tokens = min(sequence.num_tokens - num_cached, budget)
-            num_new = self.blocks.num_blocks_for(num_cached + num_tokens) - len(cached)
-            if not self.blocks.can_allocate(num_new, cached):
+    def _schedule_decodes(self) -> None:
+        for sequence in tuple(self.running):
+            if self._budget == 0:
                 break
-            self.waiting.popleft()
-            self._admit(sequence, self.blocks.allocate(num_new, cached), keys, num_cached)
-            if blocked:
-                patience -= 1
-            for passed in blocked:
-                passed.num_bypassed += 1
-            scheduled.append((sequence, num_tokens))
-            budget -= num_tokens
-        self.waiting.extendleft(reversed(blocked))
+            if sequence.block_ids and sequence.num_remaining_tokens == 1:
+                self._advance(sequence)
 
-    def _find_cached(self, sequence: SequenceState) -> tuple[list[int], list[bytes]]:
-        if sequence.sampling_params.prompt_logprobs is not None:
-            return [], []
-        return self.blocks.find_cached(sequence.root_key, sequence.token_ids)
+    def _schedule_prompts(self) -> None:
+        passed: list[AdapterQueue] = []
+        pages_are_owed, is_full = False, False
+        for queue in self.waiting.turns():
+            sequence = queue.next
+            is_done = is_full and len(self._scheduled) == len(self.running)
+            if sequence is None or is_done or self._budget == 0:
+                break
+            if sequence is queue.begun:
+                self._advance(sequence)
+            elif is_full:
+                continue
+            elif sequence.adapter is not None and (pages_are_owed or not self.adapters.can_activate(sequence.adapter)):
+                passed.append(queue)
+                pages_are_owed = pages_are_owed or queue.num_bypassed >= MAX_BYPASS
+            elif not self._admit(sequence, queue):
+                is_full = True
+            elif sequence.adapter is not None:
+                for other in passed:
+                    other.num_bypassed += 1
+                    pages_are_owed = pages_are_owed or other.num_bypassed >= MAX_BYPASS
 
-    def _admit(self, sequence: SequenceState, block_ids: list[int], keys: list[bytes], num_cached: int) -> None:
-        sequence.block_ids, sequence.block_keys, sequence.num_computed_tokens = block_ids, keys, num_cached
+    def _advance(self, sequence: SequenceState) -> None:
+        """Give a running request as many of its tokens as the step takes, unless it is the one that gives way."""
+        num_tokens = min(sequence.num_remaining_tokens, self._budget)
+        needed = self.blocks.num_blocks_for(sequence.num_computed_tokens + num_tokens) - len(sequence.block_ids)
+        while needed > 0 and not self.blocks.can_allocate(needed):
+            victim = self._youngest(self.waiting.most_served(more_than=1))
+            self._preempt(victim)
+            if victim is sequence:
+                return
+        if needed > 0:
+            sequence.block_ids += self.blocks.allocate(needed)
+        self._compute(sequence, num_tokens)
+
+    def _admit(self, sequence: SequenceState, queue: AdapterQueue) -> bool:
+        """Begin a waiting request; false if there is no room, and nobody has to make any."""
+        if self._preempted and (queue.num_running > 0 or sequence in self._preempted):
+            return False
+        if len(self.running) >= self.max_num_seqs and not self._make_way(queue):
+            return False
+        cached, keys = self._find_cached(sequence)
+        num_cached = len(cached) * self.blocks.block_size
+        num_tokens = min(sequence.num_tokens - num_cached, self._budget)
+        num_new = self.blocks.num_blocks_for(num_cached + num_tokens) - len(cached)
+        while not self.blocks.can_allocate(num_new, cached):
+            if not self._make_way(queue):
+                return False
+        sequence.block_ids = self.blocks.allocate(num_new, cached)
+        sequence.block_keys, sequence.num_computed_tokens = keys, num_cached
         if not sequence.started:
             sequence.num_cached_tokens = num_cached
             self.prefix_cache_queries += sequence.num_prompt_tokens
@@ -187,39 +204,38 @@ class Scheduler:
             page_in = self.adapters.activate(sequence.adapter)
             if page_in is not None:
                 self._page_ins.append(page_in)
+        self.waiting.admit(sequence)
         self.running.append(sequence)
+        self._compute(sequence, num_tokens)
+        return True
 
-    def _plan(self, scheduled: list[tuple[SequenceState, int]]) -> StepPlan:
-        starts = []
-        for sequence, _ in scheduled:
-            if not sequence.started:
-                sequence.started = True
-                prompt = tuple(islice(sequence.token_ids, sequence.num_prompt_tokens))
-                starts.append(
-                    SequenceStart(
-                        sequence.request_id, prompt, sequence.sampling_params, sequence.seed, sequence.stop_token_ids
-                    )
-                )
-        scheduled.sort(key=lambda item: item[0].adapter_version or "")
-        indices: dict[str, int] = {}
-        adapters: list[AdapterPlan] = []
-        for sequence, _ in scheduled:
-            if sequence.adapter is not None and sequence.adapter.manifest.version not in indices:
-                indices[sequence.adapter.manifest.version] = len(adapters)
-                adapters.append(sequence.adapter.plan)
-        plan = StepPlan(
-            step_id=self._step_id,
-            sequences=tuple(
-                _plan_sequence(sequence, num_tokens, indices.get(sequence.adapter_version or "", -1))
-                for sequence, num_tokens in scheduled
-            ),
-            adapters=tuple(adapters),
-            page_ins=tuple(self._page_ins),
-            starts=tuple(starts),
-            finished=tuple(self._finished),
-        )
-        self._page_ins, self._finished = [], []
-        return plan
+    def _make_way(self, queue: AdapterQueue) -> bool:
+        """For a queue that runs nothing, preempt a request of one that was served no less and keeps its part of the
+        running requests, and two at least: without those, ends come often enough. False if there is none."""
+        if queue.num_running > 0:
+            return False
+        part = len(self.running) / self.waiting.num_active
+        other = self.waiting.most_served(more_than=max(2, part + 1), at_least=queue.counter)
+        if other is not None:
+            self._preempt(self._youngest(other))
+        return other is not None
+
+    def _youngest(self, queue: AdapterQueue | None) -> SequenceState:
+        """The running request that a queue can best do without; None is all queues together."""
+        if queue is None:
+            return max(self.running, key=lambda sequence: sequence.request_id)
+        own = [sequence for sequence in self.running if self.waiting.queue_of(sequence) is queue]
+        return max(own, key=lambda sequence: sequence.place)
+
+    def _compute(self, sequence: SequenceState, num_tokens: int) -> None:
+        self._scheduled[sequence] = num_tokens
+        self._budget -= num_tokens
+        self.waiting.grant(sequence, num_tokens)
+
+    def _find_cached(self, sequence: SequenceState) -> tuple[list[int], list[bytes]]:
+        if sequence.sampling_params.prompt_logprobs is not None:
+            return [], []
+        return self.blocks.find_cached(sequence.root_key, sequence.token_ids)
 
     def _seal(self, sequence: SequenceState) -> None:
         """Let others find the blocks that are now full."""
@@ -239,29 +255,17 @@ class Scheduler:
             self.finish(sequence, "length")
 
     def _preempt(self, sequence: SequenceState) -> None:
-        """Take a running sequence's blocks; it waits in front and computes again what the prefix cache has lost."""
-        self.running.remove(sequence)
-        self._give_back(sequence, keep_cached=True)
-        self.waiting.appendleft(sequence)
+        """Take a running sequence's blocks; it waits again, and computes anew what the prefix cache has lost."""
+        self._stop_running(sequence, keep_cached=True)
+        self.waiting.push(sequence)
+        self._preempted.add(sequence)
         self.num_preemptions += 1
 
-    def _give_back(self, sequence: SequenceState, keep_cached: bool) -> None:
+    def _stop_running(self, sequence: SequenceState, keep_cached: bool) -> None:
+        self.running.remove(sequence)
+        self.waiting.leave(sequence)
+        self._budget += self._scheduled.pop(sequence, 0)
         self.blocks.release(sequence.block_ids, keep_cached)
         sequence.block_ids, sequence.block_keys, sequence.num_computed_tokens = [], [], 0
         if sequence.adapter is not None:
             self.adapters.deactivate(sequence.adapter)
-
-
-def _plan_sequence(sequence: SequenceState, num_tokens: int, adapter: int) -> SequencePlan:
-    start = sequence.num_computed_tokens
-    stop = start + num_tokens
-    return SequencePlan(
-        request_id=sequence.request_id,
-        token_ids=tuple(sequence.token_ids[start:stop]),
-        start=start,
-        block_ids=tuple(sequence.block_ids),
-        adapter=adapter,
-        sample=stop == sequence.num_tokens,
-        num_output_tokens=sequence.num_output_tokens,
-        prompt_logprobs=sequence.sampling_params.prompt_logprobs is not None and start < sequence.num_prompt_tokens,
-    )

@@ -15,13 +15,15 @@ class SequenceState:
 
     __slots__ = (
         "adapter",
+        "adapter_name",
         "block_ids",
         "block_keys",
         "finish_reason",
-        "num_bypassed",
         "num_cached_tokens",
+        "num_charged_tokens",
         "num_computed_tokens",
         "num_prompt_tokens",
+        "priority",
         "prompt_logprobs",
         "request_id",
         "root_key",
@@ -43,6 +45,8 @@ class SequenceState:
         adapter: Version | None,
         key_name: str | None = None,
         cache_salt: str | None = None,
+        adapter_name: str | None = None,
+        priority: int = 0,
     ) -> None:
         self.request_id = request_id
         self.token_ids = list(prompt_token_ids)
@@ -51,19 +55,27 @@ class SequenceState:
         self.seed = seed
         self.stop_token_ids = stop_token_ids
         self.adapter = adapter
+        self.adapter_name = adapter_name
+        """The name that it came under, which may point to another version by now."""
+        self.priority = priority
         self.root_key = root_key(self.adapter_version, key_name, cache_salt)
         """Start of its chain of block keys."""
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
+        self.num_charged_tokens = 0
+        """Prompt tokens that have been computed for it, or found, and that its queue is not charged for again."""
         self.block_ids: list[int] = []
         self.block_keys: list[bytes] = []
-        self.num_bypassed = 0
-        """Requests admitted past this one while it waited for adapter pages."""
         self.started = False
         """Whether the ranks know its sampling parameters."""
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Among the requests under its name, the lowest is served first."""
+        return self.priority, self.request_id
 
     @property
     def num_tokens(self) -> int:

@@ -1,4 +1,4 @@
-"""What was loaded and pinned at run time, in a file: a replica that starts again has it again."""
+"""What was loaded and set at run time, in a file: a replica that starts again has it again."""
 
 import logging
 import os
@@ -13,18 +13,17 @@ from ray_lora.names import without_credentials
 
 logger = logging.getLogger("ray.serve")
 
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS adapters (name TEXT PRIMARY KEY, version TEXT NOT NULL, source TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS settings (name TEXT PRIMARY KEY, pinned INTEGER NOT NULL DEFAULT 0, last_used REAL);
-"""
+_ADAPTERS = "CREATE TABLE IF NOT EXISTS adapters (name TEXT PRIMARY KEY, version TEXT NOT NULL, source TEXT NOT NULL)"
+_SETTINGS = "CREATE TABLE IF NOT EXISTS settings (name TEXT PRIMARY KEY, pinned INTEGER, weight REAL, last_used REAL)"
 _BUSY_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterSettings:
-    """What belongs to a name, wherever its content comes from."""
+    """What belongs to a name, wherever its content comes from; None is what was never said."""
 
-    pinned: bool = False
+    pinned: bool | None = None
+    weight: float | None = None
     last_used: float | None = None
     """Seconds since the epoch."""
 
@@ -71,8 +70,9 @@ class AdapterRegistry:
     def settings(self, name: str) -> AdapterSettings:
         """Of any name; the default ones if nothing was said of it."""
         with self._connection() as connection:
-            row = connection.execute("SELECT pinned, last_used FROM settings WHERE name = ?", (name,)).fetchone()
-        return AdapterSettings() if row is None else AdapterSettings(bool(row[0]), row[1])
+            query = "SELECT pinned, weight, last_used FROM settings WHERE name = ?"
+            row = connection.execute(query, (name,)).fetchone()
+        return AdapterSettings() if row is None else _settings(*row)
 
     def put(self, name: str, version: str, source: str) -> None:
         """Point a name, new or known, to a content."""
@@ -97,6 +97,14 @@ class AdapterRegistry:
                 (name, is_pinned),
             )
 
+    def set_weight(self, name: str, weight: float) -> None:
+        with self._connection() as connection:
+            connection.execute(
+                "INSERT INTO settings (name, weight) VALUES (?, ?) ON CONFLICT (name) "
+                "DO UPDATE SET weight = excluded.weight",
+                (name, weight),
+            )
+
     def set_last_used(self, times: Mapping[str, float]) -> None:
         """By name, in seconds since the epoch; of two replicas' times the later one stays."""
         with self._connection() as connection:
@@ -109,22 +117,32 @@ class AdapterRegistry:
     def _prepare(self) -> None:
         os.close(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600))
         with self._connection() as connection:
-            connection.executescript(_SCHEMA)
+            connection.execute("BEGIN IMMEDIATE")
+            connection.execute(_ADAPTERS)
+            connection.execute(_SETTINGS)
+            if "weight" not in [column for _, column, *_ in connection.execute("PRAGMA table_info(settings)")]:
+                connection.execute("ALTER TABLE settings RENAME TO settings_without_weights")
+                connection.execute(_SETTINGS)
+                connection.execute(
+                    "INSERT INTO settings SELECT name, NULLIF(pinned, 0), NULL, last_used FROM settings_without_weights"
+                )
+                connection.execute("DROP TABLE settings_without_weights")
         self.entries()
 
     def _select(self, which: str, *parameters: str) -> list[RegistryEntry]:
         with self._connection() as connection:
             rows = connection.execute(
-                "SELECT name, version, source, IFNULL(pinned, 0), last_used FROM adapters "
+                "SELECT name, version, source, pinned, weight, last_used FROM adapters "
                 f"LEFT JOIN settings USING (name) {which}",
                 parameters,
             ).fetchall()
-        return [
-            RegistryEntry(name, version, source, AdapterSettings(bool(pinned), last_used))
-            for name, version, source, pinned, last_used in rows
-        ]
+        return [RegistryEntry(name, version, source, _settings(*rest)) for name, version, source, *rest in rows]
 
     @contextmanager
     def _connection(self) -> Iterator[sqlite3.Connection]:
         with closing(sqlite3.connect(self.path, timeout=_BUSY_S)) as connection, connection:
             yield connection
+
+
+def _settings(pinned: int | None, weight: float | None, last_used: float | None) -> AdapterSettings:
+    return AdapterSettings(None if pinned is None else bool(pinned), weight, last_used)

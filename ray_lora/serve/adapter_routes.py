@@ -1,5 +1,5 @@
 """Loading and unloading adapters over HTTP, with vLLM's fields, answers and error texts; and what else is
-asked of them: whether one would be taken, to stay, where they are."""
+asked of them: whether one would be taken, to stay, to get its share, where they are."""
 
 from dataclasses import asdict
 from typing import Any
@@ -8,10 +8,10 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from ray_lora.adapter import AdapterValidation
-from ray_lora.errors import InvalidRequestError, NotFoundError, VersionConflictError
+from ray_lora.errors import InvalidRequestError, NotFoundError, PermissionDeniedError, VersionConflictError
 from ray_lora.serve.access import tenant_of
 from ray_lora.serve.http_errors import error_response
-from ray_lora.serve.openai_types import LoadLoraRequest, UnloadLoraRequest, ValidateLoraRequest
+from ray_lora.serve.openai_types import AdapterWeightRequest, LoadLoraRequest, UnloadLoraRequest, ValidateLoraRequest
 from ray_lora.serve.request_body import parse_body
 from ray_lora.serve.served_model import ServedModel
 
@@ -83,6 +83,15 @@ def add_adapter_routes(app: APIRouter, served: ServedModel) -> None:
     @app.post("/v1/adapters/{name}/unpin")
     async def unpin_adapter(name: str) -> Response:
         return JSONResponse(asdict(await served.client.pin_adapter(name, False)))
+
+    @app.post("/v1/adapters/{name}/weight")
+    async def set_adapter_weight(name: str, request: Request) -> Response:
+        """A share is taken from others, so it is not for those to set who may not see them."""
+        tenant = tenant_of(request)
+        if not tenant.sees_everything:
+            raise PermissionDeniedError(f"API key '{tenant.name}' may not set weights: it is not for all adapters.")
+        body = parse_body(AdapterWeightRequest, await request.body())
+        return JSONResponse(asdict(await served.client.set_adapter_weight(name, body.weight)))
 
     @app.get("/v1/adapters")
     async def list_adapters(request: Request) -> Response:

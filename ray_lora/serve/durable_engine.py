@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ray_lora.adapter import AdapterInfo
-from ray_lora.config import EngineConfig
+from ray_lora.config import EngineConfig, LoRAModule
 from ray_lora.engine.adapter_resolver import Candidate
 from ray_lora.engine.async_engine import AsyncEngine
 from ray_lora.engine.completion import Tokenizer
@@ -38,7 +38,7 @@ class RegistryResolver:
 
 
 class DurableEngine(AsyncEngine):
-    """Writes to the registry what is loaded, unloaded and pinned at run time, and when each name was last used."""
+    """Writes to the registry what is loaded, unloaded and set at run time, and when each name was last used."""
 
     def __init__(
         self, config: EngineConfig, executor: Executor, tokenizer: Tokenizer, registry: AdapterRegistry
@@ -56,11 +56,11 @@ class DurableEngine(AsyncEngine):
         await asyncio.to_thread(self._registry.put, name, info.version, path)
         return info, changed
 
-    async def load_configured(self, name: str, path: str) -> None:
-        """What was registered under this name at run time goes before; the name's settings are its own."""
-        if await asyncio.to_thread(self._registry.find, name) is None:
-            await super().load_configured(name, path)
-            await self._apply(name, await asyncio.to_thread(self._registry.settings, name))
+    async def load_configured(self, module: LoRAModule) -> None:
+        """What was registered under this name at run time goes before, as do settings made then."""
+        if await asyncio.to_thread(self._registry.find, module.name) is None:
+            await super().load_adapter(module.name, module.path)
+            await self._apply(module.name, await asyncio.to_thread(self._registry.settings, module.name))
 
     async def unload_adapter(self, name: str) -> None:
         with suppress(RayLoraError):  # it is lost, and so may be forgotten
@@ -77,6 +77,12 @@ class DurableEngine(AsyncEngine):
         await self.resolve_adapter(name)
         info = await super().pin_adapter(name, is_pinned)
         await asyncio.to_thread(self._registry.set_pinned, name, is_pinned)
+        return info
+
+    async def set_adapter_weight(self, name: str, weight: float) -> AdapterInfo:
+        await self.resolve_adapter(name)
+        info = await super().set_adapter_weight(name, weight)
+        await asyncio.to_thread(self._registry.set_weight, name, weight)
         return info
 
     async def shutdown(self) -> None:
@@ -106,7 +112,7 @@ class DurableEngine(AsyncEngine):
             try:
                 current = await asyncio.to_thread(self._registry.find, entry.name)
                 if current is not None and current.version == entry.version:  # nobody has changed it meanwhile
-                    await self._restore_one(entry)
+                    await self._restore_one(current)
             except EngineDeadError:
                 raise
             except RayLoraError as error:
@@ -126,9 +132,13 @@ class DurableEngine(AsyncEngine):
         await self._apply(entry.name, entry.settings)
 
     async def _apply(self, name: str, settings: AdapterSettings) -> None:
+        """What was not set at run time is as in `lora_modules`."""
+        configured = {module.name: module for module in self.config.lora_modules}
+        module = configured.get(name, LoRAModule(name=name, path=""))
         if settings.last_used is not None:
             await self.mark_used(name, settings.last_used)
-        if settings.pinned:
+        await super().set_adapter_weight(name, module.weight if settings.weight is None else settings.weight)
+        if module.pinned if settings.pinned is None else settings.pinned:
             await super().pin_adapter(name)
 
     async def _save_times_for_ever(self) -> None:

@@ -26,6 +26,9 @@ class EngineClient(Protocol):
     async def pin_adapter(self, name: str, is_pinned: bool) -> AdapterInfo:
         """Pin or unpin an adapter on every replica."""
 
+    async def set_adapter_weight(self, name: str, weight: float) -> AdapterInfo:
+        """Set an adapter's share of the service on every replica."""
+
     async def validate_adapter(self, path: str, name: str | None) -> AdapterValidation:
         """What a load would do."""
 

@@ -99,6 +99,14 @@ class Ingress:
         """
         return await self._client.pin_adapter(name, is_pinned)
 
+    async def set_adapter_weight(self, name: str, weight: float) -> AdapterInfo:
+        """Set an adapter's share of the service on every replica; each begins with 1.
+
+        Raises:
+            InvalidRequestError, NotFoundError: the weight is out of range; there is none of that name.
+        """
+        return await self._client.set_adapter_weight(name, weight)
+
     async def validate_adapter(self, path: str, name: str | None = None) -> AdapterValidation:
         """What loading an adapter, under this name, would do; nothing changes.
 

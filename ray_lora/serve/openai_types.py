@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
+from ray_lora.adapter import MAX_WEIGHT, MIN_WEIGHT
 from ray_lora.errors import InvalidRequestError
 from ray_lora.request import SamplingParams
 from ray_lora.serve.chat_messages import parse_messages
@@ -48,6 +49,8 @@ class SamplingBody(RequestBody):
     """vLLM's: shown in logs and answers in place of a made-up id."""
     cache_salt: str | None = Field(default=None, min_length=1, max_length=1024)
     """vLLM's: share cached prefixes only with requests of the same salt."""
+    priority: int | None = None
+    """vLLM's: of one adapter's requests that wait, those with the lowest number run first; 0 if absent."""
 
     @property
     def include_usage(self) -> bool:
@@ -214,6 +217,12 @@ class ValidateLoraRequest(RequestBody):
     lora_path: str
     lora_name: str | None = None
     """Under which it would be loaded."""
+
+
+class AdapterWeightRequest(RequestBody):
+    """`POST /v1/adapters/{name}/weight`"""
+
+    weight: float = Field(ge=MIN_WEIGHT, le=MAX_WEIGHT)
 
 
 class UnloadLoraRequest(RequestBody):

@@ -32,7 +32,6 @@ COMMON: dict[str, Values] = {
     "guided_decoding_backend": (None,),
     "logits_processors": (None, []),
     "return_tokens_as_token_ids": (None, False),
-    "priority": (None, 0),
     "kv_transfer_params": (None,),
     "vllm_xargs": (None,),
     "mm_processor_kwargs": (None,),

@@ -81,6 +81,10 @@ class ReplicaClient:
         infos: list[AdapterInfo] = await self._on_all("pin_adapter", name, is_pinned)
         return infos[0]
 
+    async def set_adapter_weight(self, name: str, weight: float) -> AdapterInfo:
+        infos: list[AdapterInfo] = await self._on_all("set_adapter_weight", name, weight)
+        return infos[0]
+
     async def validate_adapter(self, path: str, name: str | None) -> AdapterValidation:
         found: AdapterValidation | RayLoraError = await _result(self._handle.validate_adapter.remote(path, name))
         if isinstance(found, RayLoraError):

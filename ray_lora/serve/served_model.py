@@ -164,7 +164,12 @@ class ServedModel:
         adapter = self.adapter_of(body.model, tenant)
         self._admission.check(tenant, adapter, num_prompts * params.n)
         return GenerateRequest(
-            prompt=(), sampling_params=params, adapter=adapter, key_name=tenant.name, cache_salt=body.cache_salt
+            prompt=(),
+            sampling_params=params,
+            adapter=adapter,
+            key_name=tenant.name,
+            cache_salt=body.cache_salt,
+            priority=body.priority or 0,
         )
 
     def _chat_token_ids(

@@ -1,4 +1,4 @@
-"""`ray-lora adapter list`, `load`, `unload`, `pin`, `unpin`, `validate`: a running server's adapters, over HTTP."""
+"""`ray-lora adapter list`, `load`, `unload`, `pin`, `weight` and more: a running server's adapters, over HTTP."""
 
 import json
 import sys
@@ -14,6 +14,10 @@ from ray_lora.text_table import text_table
 
 TIMEOUT_S = 600.0
 """Of a load, which may have to fetch the adapter first."""
+HEADS = (
+    *("name", "version", "rank", "pages", "bytes", "tier", "pinned", "weight"),
+    *("running", "waiting", "loads", "last used"),
+)
 
 
 class Server:
@@ -57,8 +61,7 @@ def list_command(server: Server, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(answer, indent=2))
         return
-    heads = ("name", "version", "rank", "pages", "bytes", "tier", "pinned", "running", "waiting", "loads", "last used")
-    click.echo(text_table(heads, [_row(info) for info in answer["data"]]))
+    click.echo(text_table(HEADS, [_row(info) for info in answer["data"]]))
     for number, tiers in enumerate(answer.get("tiers", [])):
         for tier, use in tiers.items():
             most = f" of {use['max_bytes']:,}" if use["max_bytes"] is not None else ""
@@ -100,6 +103,14 @@ def unpin_command(server: Server, name: str) -> None:
     server.call("POST", f"/v1/adapters/{name}/unpin")
 
 
+@command("weight")
+@click.argument("name")
+@click.argument("value", type=float)
+def weight_command(server: Server, name: str, value: float) -> None:
+    """Let NAME be served VALUE times as many tokens as an adapter of weight 1, while requests for both wait."""
+    server.call("POST", f"/v1/adapters/{name}/weight", {"weight": value})
+
+
 @command("validate")
 @click.argument("path")
 @click.option("--name", help="Under which it would be loaded.")
@@ -128,6 +139,7 @@ def _row(info: dict[str, Any]) -> tuple[str, ...]:
         f"{info['num_bytes']:,}",
         info["tier"],
         "yes" if info["pinned"] else "no",
+        f"{info['weight']:g}",
         *(f"{info[number]}" for number in numbers),
         "never" if info["last_used"] is None else time.strftime("%F %T", time.localtime(info["last_used"])),
     )

@@ -38,7 +38,7 @@ async def start_engine(config: EngineConfig) -> AsyncEngine:
                     f"lora_modules: {module.name!r} is for {module.base_model_name!r}, not {config.base_model_name!r}"
                 )
             try:
-                await engine.load_configured(module.name, module.path)
+                await engine.load_configured(module)
             except RayLoraError as error:
                 raise ConfigError(f"lora_modules: {module.name!r}: {error}") from error
     except BaseException:

@@ -83,12 +83,18 @@ class CoreDriver:
         adapter: str | None = None,
         key_name: str | None = None,
         cache_salt: str | None = None,
+        priority: int = 0,
         **params: Any,
     ) -> RequestGroup:
         """Greedy, if not asked for otherwise."""
         params = SamplingParams(**({"temperature": 0} | params))
         request = GenerateRequest(
-            prompt=prompt, adapter=adapter, sampling_params=params, key_name=key_name, cache_salt=cache_salt
+            prompt=prompt,
+            adapter=adapter,
+            sampling_params=params,
+            key_name=key_name,
+            cache_salt=cache_salt,
+            priority=priority,
         )
         group = self.core.add(request)
         self.outputs[group] = RequestOutput(group.request.request_id, None)

@@ -4,7 +4,13 @@ from fake_executor import make_manifest
 from ray_lora.adapter import AdapterInfo, TierUse
 from ray_lora.engine.adapter_manager import AdapterManager
 from ray_lora.engine.adapter_version import Version
-from ray_lora.errors import AdapterExistsError, AdapterRejectedError, NotFoundError, VersionConflictError
+from ray_lora.errors import (
+    AdapterExistsError,
+    AdapterRejectedError,
+    InvalidRequestError,
+    NotFoundError,
+    VersionConflictError,
+)
 from ray_lora.step import AdapterPlan
 
 
@@ -265,6 +271,7 @@ def test_the_list_tells_of_every_name() -> None:
     adapters.hold(version)
     adapters.mark_used("a")
     adapters.pin("b")
+    adapters.set_weight("b", 2.5)
     assert adapters.list_adapters() == [
         AdapterInfo(
             name="a",
@@ -275,6 +282,7 @@ def test_the_list_tells_of_every_name() -> None:
             num_bytes=1000,
             tier="device",
             pinned=False,
+            weight=1.0,
             num_running=1,
             num_waiting=1,
             num_page_ins=1,
@@ -290,6 +298,7 @@ def test_the_list_tells_of_every_name() -> None:
             num_bytes=800,
             tier="host",
             pinned=True,
+            weight=2.5,
             num_running=0,
             num_waiting=0,
             num_page_ins=0,
@@ -298,6 +307,34 @@ def test_the_list_tells_of_every_name() -> None:
         ),
     ]
     assert adapters.pages.use(page_bytes=10) == TierUse(1, 4, 20, 80)
+
+
+def test_a_weight_is_the_names_and_stays_when_its_content_is_replaced() -> None:
+    adapters = AdapterManager(8, 4, max_rank=64, base_weight=5.0)
+    registered(adapters, "a", version="v1")
+    registered(adapters, "alias", version="v1")
+    adapters.set_weight("a", 3.0)
+    adapters.pin("a")
+    registered(adapters, "a", version="v2")
+    info = adapters.info("a")
+    assert (info.version, info.weight, info.pinned) == ("v2", 3.0, True)
+    assert (adapters.weight("a"), adapters.weight("alias"), adapters.weight(None)) == (3.0, 1.0, 5.0)
+    adapters.unregister("a")
+    assert adapters.weight("a") == 1.0
+    registered(adapters, "a", version="v1")
+    assert adapters.info("a").weight == 1.0
+
+
+@pytest.mark.parametrize("weight", [0, -1.0, 0.0009, 1000.1, float("nan"), float("inf")])
+def test_a_weight_out_of_range_is_refused(weight: float) -> None:
+    adapters = make_manager()
+    registered(adapters, "a")
+    with pytest.raises(InvalidRequestError, match=r"weight must be from 0\.001 to 1000") as caught:
+        adapters.set_weight("a", weight)
+    assert caught.value.param == "weight"
+    assert adapters.weight("a") == 1.0
+    with pytest.raises(NotFoundError):
+        adapters.set_weight("nobody", 2.0)
 
 
 def test_pages_are_used_again_for_ever() -> None:

@@ -7,6 +7,7 @@ from fake_executor import make_manifest
 from test_async_engine import Gate, expected, in_event_loop, serving, settle, until
 
 from ray_lora.adapter import AdapterManifest, TierUse
+from ray_lora.config import LoRAModule
 from ray_lora.engine.adapter_resolver import Candidate
 from ray_lora.errors import AdapterStagingError, CapacityError, InvalidRequestError, NotFoundError
 
@@ -149,6 +150,23 @@ async def test_pinning_a_cold_adapter_brings_it_up_and_it_stays() -> None:
         await asyncio.gather(*(server.generate(PROMPT, name) for name in "bc"))
         tiers = {info.name: info.tier for info in server.engine.list_adapters()}
         assert tiers["a"] == "disk"
+
+
+@in_event_loop
+async def test_a_configured_adapter_has_its_settings_from_the_start() -> None:
+    async with serving(max_loras=2) as server:
+        for name, settings in (("a", {"weight": 2.0, "pinned": True}), ("b", {})):
+            manifest = make_manifest(name)
+            server.executor.sources[manifest.source] = manifest
+            await server.engine.load_configured(LoRAModule(name=name, path=manifest.source, **settings))
+        infos = server.engine.list_adapters()
+        assert [(info.weight, info.pinned) for info in infos] == [(2.0, True), (1.0, False)]
+        info = await server.engine.set_adapter_weight("b", 0.5)
+        assert (info, server.engine.list_adapters()[1].weight) == (server.engine.list_adapters()[1], 0.5)
+        with pytest.raises(InvalidRequestError, match="weight"):
+            await server.engine.set_adapter_weight("b", 0)
+        assert await server.load("b", "other", load_inplace=True)
+        assert server.engine.list_adapters()[1].weight == 0.5
 
 
 @in_event_loop

@@ -240,6 +240,7 @@ def test_a_request_of_which_one_completion_is_broken_is_told_the_error_alone() -
 @pytest.mark.parametrize(
     ("request_fields", "param"),
     [
+        ({"prompt": [1], "priority": "high"}, "priority"),
         ({"prompt": ""}, "prompt"),
         ({"prompt": []}, "prompt"),
         ({"prompt": [1] * 32}, "prompt"),

@@ -80,6 +80,7 @@ class EngineTrace(RuleBasedStateMachine):
         data=st.data(),
         prompt=PROMPTS,
         poisoned=st.integers(0, 9).map(lambda value: value == 0),
+        priority=st.sampled_from([0, 0, -1, 1]),
         params=st.fixed_dictionaries(
             {"max_tokens": st.integers(1, 9), "n": st.sampled_from([1, 1, 2, 3])},
             optional={
@@ -90,10 +91,18 @@ class EngineTrace(RuleBasedStateMachine):
             },
         ),
     )
-    def add(self, data: st.DataObject, prompt: list[int], poisoned: bool, params: dict[str, Any]) -> None:
+    def add(
+        self, data: st.DataObject, prompt: list[int], poisoned: bool, priority: int, params: dict[str, Any]
+    ) -> None:
         adapter = data.draw(st.sampled_from([None, *self.names]))
-        group = self.driver.add([*prompt, POISON] if poisoned else prompt, adapter, temperature=1, **params)
+        prompt = [*prompt, POISON] if poisoned else prompt
+        group = self.driver.add(prompt, adapter, priority=priority, temperature=1, **params)
         self.open.append(group)
+
+    @precondition(lambda self: self.names)
+    @rule(data=st.data(), weight=st.sampled_from([0.001, 0.5, 3.0, 1000.0]))
+    def set_weight(self, data: st.DataObject, weight: float) -> None:
+        self.driver.core.adapters.set_weight(data.draw(st.sampled_from(self.names)), weight)
 
     @precondition(lambda self: self.open)
     @rule(data=st.data())
@@ -131,7 +140,8 @@ class EngineTrace(RuleBasedStateMachine):
     @invariant()
     def nothing_is_lost(self) -> None:
         self.driver.scheduler.check_integrity()
-        assert all(sequence.num_bypassed <= MAX_BYPASS for sequence in self.driver.scheduler.waiting)
+        waiting = self.driver.scheduler.waiting
+        assert all(waiting.queue_of(sequence).num_bypassed <= MAX_BYPASS for sequence in waiting)
         stats = self.driver.core.stats()
         assert stats.num_requests_running + stats.num_requests_waiting == sum(
             completion.sequence.finish_reason is None for group in self.open for completion in group.completions

@@ -54,6 +54,7 @@ def make_info(name: str, version: str, source: str, rank: int = 8) -> AdapterInf
         num_bytes=500,
         tier="device",
         pinned=False,
+        weight=1.0,
         num_running=0,
         num_waiting=0,
         num_loads=1,
@@ -148,6 +149,12 @@ class FakeEngine:
         self.adapters[name] = replace(self.adapters[name], pinned=is_pinned)
         return self.adapters[name]
 
+    async def set_adapter_weight(self, name: str, weight: float) -> AdapterInfo:
+        if name not in self.adapters:
+            raise NotFoundError(f"The lora adapter '{name}' cannot be found.", "lora_name")
+        self.adapters[name] = replace(self.adapters[name], weight=weight)
+        return self.adapters[name]
+
     async def validate_adapter(self, path: str, name: str | None = None) -> AdapterValidation:
         config = json.loads((Path(path) / "adapter_config.json").read_text())
         if config.get("use_dora"):
@@ -230,6 +237,7 @@ class FakeClient:
         self.generate = engine.generate
         self.unload_adapter = engine.unload_adapter
         self.pin_adapter = engine.pin_adapter
+        self.set_adapter_weight = engine.set_adapter_weight
         self.validate_adapter = engine.validate_adapter
         self.check_health = engine.check_health
 

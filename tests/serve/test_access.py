@@ -242,6 +242,17 @@ def test_a_key_loads_and_unloads_under_its_own_names_only(
     assert set(server.engine.adapters) == set(LOADED)
 
 
+def test_a_share_of_the_service_is_for_those_to_set_who_see_whom_it_is_taken_from(
+    server: Server, http: httpx.Client
+) -> None:
+    for name in ("shared", "acme-nobody"):
+        refused = http.post(f"/v1/adapters/{name}/weight", json={"weight": 9}, headers=headers("acme"))
+        assert refused.status_code == 403
+        assert refused.json()["error"]["message"] == ("API key 'acme' may not set weights: it is not for all adapters.")
+    answer = http.post("/v1/adapters/shared/weight", json={"weight": 9}, headers=headers("operator"))
+    assert (answer.status_code, server.engine.adapters["shared"].weight) == (200, 9)
+
+
 @pytest.mark.parametrize("raw", [b"", b"{", b"[]", b'{"lora_name": 5}', b'{"lora_path": "/x"}'])
 def test_a_bad_body_is_told_as_ever(acme: httpx.Client, raw: bytes) -> None:
     answer = acme.post("/v1/load_lora_adapter", content=raw)

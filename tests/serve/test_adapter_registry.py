@@ -5,6 +5,7 @@ import logging
 import shutil
 import sqlite3
 from collections.abc import Awaitable, Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -42,9 +43,13 @@ def test_the_pinned_come_first_and_then_the_lately_used(tmp_path: Path) -> None:
     registry.set_pinned("c", True)
     registry.set_pinned("c", False)
     assert [entry.name for entry in registry.entries()] == ["e", "b", "d", "a", "c"]
-    assert registry.settings("b") == AdapterSettings(pinned=False, last_used=9.0)
-    assert registry.settings("d") == AdapterSettings(pinned=False, last_used=7.0)
+    registry.set_weight("b", 2.0)
+    registry.set_weight("b", 3.0)
+    assert registry.settings("b") == AdapterSettings(weight=3.0, last_used=9.0)
+    assert registry.settings("c") == AdapterSettings(pinned=False)
+    assert registry.settings("d") == AdapterSettings(last_used=7.0)
     assert registry.settings("e") == AdapterSettings(pinned=True)
+    assert registry.entries()[1].settings == registry.settings("b")
     registry.put("e", "other", "/other")
     assert registry.settings("e").pinned, "settings belong to the name"
     registry.remove("e")
@@ -74,6 +79,22 @@ def test_a_damaged_file_is_set_aside_and_said_loudly(
     (aside,) = tmp_path.glob("registry.sqlite.damaged-*")
     assert aside.read_bytes() == content
     assert str(aside) in caplog.text
+
+
+def test_a_file_from_before_there_were_weights_keeps_what_it_has(tmp_path: Path) -> None:
+    with closing(sqlite3.connect(tmp_path / "registry.sqlite")) as connection, connection:
+        connection.execute("CREATE TABLE adapters (name TEXT PRIMARY KEY, version TEXT NOT NULL, source TEXT NOT NULL)")
+        connection.execute(
+            "CREATE TABLE settings (name TEXT PRIMARY KEY, pinned INTEGER NOT NULL DEFAULT 0, last_used REAL)"
+        )
+        connection.execute("INSERT INTO adapters VALUES ('a', 'v1', '/a')")
+        connection.execute("INSERT INTO settings VALUES ('a', 1, NULL), ('b', 0, 7.0)")
+    for _ in range(2):
+        registry = AdapterRegistry(tmp_path / "registry.sqlite")
+        assert registry.entries() == [RegistryEntry("a", "v1", "/a", AdapterSettings(pinned=True))]
+        assert registry.settings("b") == AdapterSettings(last_used=7.0)
+    registry.set_weight("a", 2.0)
+    assert registry.settings("a") == AdapterSettings(pinned=True, weight=2.0)
 
 
 @pytest.fixture
@@ -155,6 +176,7 @@ def test_pins_come_back_and_the_rest_comes_with_its_first_request(model: EngineC
         for name, path in paths.items():
             await engine.load_adapter(name, str(path))
         await engine.pin_adapter("b")
+        await engine.set_adapter_weight("b", 4.0)
         await answer(engine, "d")
 
     before = run(config, load)
@@ -163,6 +185,7 @@ def test_pins_come_back_and_the_rest_comes_with_its_first_request(model: EngineC
         infos = {info.name: info for info in engine.list_adapters()}
         assert set(infos) == {"b", "d"}, "the others are not waited for"
         assert (infos["b"].pinned, infos["b"].tier, infos["d"].tier) == (True, "host", "host")
+        assert (infos["b"].weight, infos["d"].weight) == (4.0, 1.0)
         assert infos["d"].last_used is not None
         assert await answer(engine, "e"), "it need not wait for its turn"
         await until_listed(engine, len(names))
@@ -215,6 +238,31 @@ def test_a_configured_adapter_keeps_its_pin_and_its_runtime_content(model: Engin
     replaced = run(config, replace)
     assert replaced != original
     assert run(config, nothing) == replaced
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_settings_made_at_run_time_go_before_those_of_the_configuration(
+    model: EngineConfig, tmp_path: Path, is_replaced: bool
+) -> None:
+    first, other = (make_adapter(tmp_path / name, model.model_path, 60 + i) for i, name in enumerate("fo"))
+    modules = tuple(LoRAModule(name=name, path=str(first), weight=2.0, pinned=True) for name in "ab")
+    config = model.model_copy(update={"lora_modules": modules})
+
+    async def change(engine: DurableEngine) -> None:
+        assert [(info.weight, info.pinned) for info in engine.list_adapters()] == [(2.0, True), (2.0, True)]
+        await engine.set_adapter_weight("a", 5.0)
+        await engine.pin_adapter("b", False)
+        if is_replaced:
+            for name in "ab":
+                await engine.load_adapter(name, str(other), load_inplace=True)
+
+    run(config, change)
+
+    async def look(engine: DurableEngine) -> None:
+        settings = {info.name: (info.weight, info.pinned) for info in engine.list_adapters()}
+        assert settings == {"a": (5.0, True), "b": (2.0, False)}
+
+    run(config, look)
 
 
 async def answer(engine: DurableEngine, adapter: str) -> list[GenerateChunk]:

@@ -45,6 +45,7 @@ def test_an_adapter_is_shown_with_its_version_and_tier(http: httpx.Client, adapt
         "num_bytes": 500,
         "tier": "device",
         "pinned": False,
+        "weight": 1.0,
         "num_running": 0,
         "num_waiting": 0,
         "num_loads": 1,
@@ -66,6 +67,36 @@ def test_an_adapter_is_pinned_and_unpinned(http: httpx.Client, adapter_dir: Path
     assert http.post("/v1/adapters/other/pin").status_code == 200
     assert http.post("/v1/adapters/nobody/pin").status_code == 404
     assert http.post("/v1/adapters/nobody/unpin").status_code == 404
+
+
+def test_a_weight_is_set_and_shown(http: httpx.Client, adapter_dir: Path) -> None:
+    load(http, adapter_dir)
+    for weight in (2.5, 3):
+        answer = http.post("/v1/adapters/pirate/weight", json={"weight": weight})
+        assert (answer.status_code, answer.json()["weight"]) == (200, weight)
+        assert http.get("/v1/adapters/pirate").json()["weight"] == weight
+    assert http.post("/v1/adapters/nobody/weight", json={"weight": 2}).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "weight"),
+        ({"weight": 0}, "weight"),
+        ({"weight": -1}, "weight"),
+        ({"weight": 1001}, "weight"),
+        ({"weight": "2"}, "weight"),
+        ({"weight": None}, "weight"),
+        ({"weigth": 2}, "weigth"),
+    ],
+)
+def test_a_weight_that_is_none_is_refused_by_name(
+    http: httpx.Client, adapter_dir: Path, body: dict[str, object], param: str
+) -> None:
+    load(http, adapter_dir)
+    answer = http.post("/v1/adapters/pirate/weight", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    assert http.get("/v1/adapters/pirate").json()["weight"] == 1
 
 
 def test_a_dry_run_tells_what_a_load_would_do_and_changes_nothing(http: httpx.Client, adapter_dir: Path) -> None:

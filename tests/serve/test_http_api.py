@@ -165,6 +165,16 @@ def test_sampling_fields_reach_the_engine(http: httpx.Client, server: Server) ->
     assert params.logit_bias == {5: -3}
 
 
+@pytest.mark.parametrize(("given", "told"), [({}, 0), ({"priority": None}, 0), ({"priority": -3}, -3)])
+def test_a_priority_reaches_the_engine(
+    http: httpx.Client, server: Server, given: dict[str, int | None], told: int
+) -> None:
+    messages = [{"role": "user", "content": "a"}]
+    assert http.post("/v1/completions", json={"prompt": ["a", "b"], **given}).status_code == 200
+    assert http.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 2, **given}).status_code == 200
+    assert [request.priority for request in server.engine.requests] == [told] * 3
+
+
 def test_token_ids_and_prompt_logprobs_are_given_when_asked_for(http: httpx.Client, tokenizer: Tokenizer) -> None:
     body = {"prompt": [5, 6], "max_tokens": 1, "return_token_ids": True, "prompt_logprobs": 0}
     choice = http.post("/v1/completions", json=body).json()["choices"][0]

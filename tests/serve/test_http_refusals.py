@@ -46,6 +46,8 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({**TEXT, "stream": True, "stream_options": {"include_usages": True}}, "stream_options.include_usages"),
     ({**TEXT, "stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
     ({**TEXT, "guided_json": {}}, "guided_json"),
+    ({**TEXT, "priority": "high"}, "priority"),
+    ({**CHAT, "priority": 1.5}, "priority"),
     ({**CHAT, "messages": []}, "messages"),
     ({**CHAT, "messages": "hi"}, "messages"),
     ({**CHAT, "messages": [{"role": "user"}]}, "messages[0].content"),

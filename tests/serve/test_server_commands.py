@@ -18,7 +18,7 @@ def test_a_loaded_adapter_is_listed_with_where_it_is(server: Server, adapter_dir
     loaded = run(server, "load", "pirate", adapter_dir)
     assert (loaded.exit_code, loaded.output) == (0, "Success: LoRA adapter 'pirate' added successfully.\n")
     heads, row, tiers = run(server, "list").output.splitlines()
-    assert re.split("  +", row) == ["pirate", "v8", "8", "1", "500", "device", "no", *"001", "never"]
+    assert re.split("  +", row) == ["pirate", "v8", "8", "1", "500", "device", "no", *"1001", "never"]
     assert heads.split()[:6] == ["name", "version", "rank", "pages", "bytes", "tier"]
     assert tiers == "replica 0, device: 1 of 16 adapters, 1,000 of 24,000 bytes a rank"
     (info,) = json.loads(run(server, "list", "--json").output)["data"]
@@ -33,6 +33,15 @@ def test_pinning_is_shown(server: Server, adapter_dir: Path) -> None:
     assert "  yes  " in run(server, "list").output
     assert run(server, "unpin", "pirate").exit_code == 0
     assert "  yes  " not in run(server, "list").output
+
+
+def test_a_weight_is_shown(server: Server, adapter_dir: Path) -> None:
+    run(server, "load", "pirate", adapter_dir)
+    assert run(server, "weight", "pirate", 2.5).exit_code == 0
+    assert "  2.5  " in run(server, "list").output
+    refused = run(server, "weight", "pirate", 0)
+    assert refused.exit_code == 1
+    assert refused.output.startswith("ray-lora: weight: ")
 
 
 def test_a_refused_adapter_makes_validate_fail(server: Server, adapter_dir: Path) -> None:
