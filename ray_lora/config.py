@@ -75,8 +75,11 @@ class EngineConfig(BaseModel):
     """Tokens in one step; longer prompts are computed in chunks."""
     block_size: int = Field(16, ge=1, le=256)
     """Tokens in one KV block."""
-    kv_cache_memory_bytes: int = Field(1 << 30, ge=1)
-    """KV cache of one rank."""
+    kv_cache_memory_bytes: int | None = Field(None, ge=1)
+    """KV cache of one rank; by default 1 GiB on a CPU, and what `gpu_memory_utilization` leaves on other devices."""
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
+    """Part of a device's memory for weights, adapter pages and KV cache, other processes' included; activations and
+    the collectives' buffers have the rest. No matter on a CPU."""
     enable_prefix_caching: bool = True
 
     max_loras: int = Field(16, ge=0)

@@ -1,6 +1,10 @@
 """What the model needs from a device. Here is the reference of everything; a device overrides what it does better."""
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ray_lora.ops.attention import (
@@ -12,7 +16,10 @@ from ray_lora.ops.attention import (
 from ray_lora.ops.elementwise import add_rms_norm_reference_, silu_and_mul_reference
 from ray_lora.ops.lora import Segments, add_lora_reference_
 from ray_lora.ops.scale_shift import SlotRows, scale_shift_reference_
+from ray_lora.ops.step_tables import StepLimits, StepTables
 from ray_lora.ops.vocabulary_change import VocabularyChange, change_embedding_reference_, change_logits_reference_
+
+Tables = TypeVar("Tables", bound=StepTables)
 
 
 class Linear:
@@ -39,6 +46,23 @@ class Backend:
 
     def __init__(self, device: str = "cpu") -> None:
         self.device = torch.device(device)
+
+    def join_reduce(
+        self, group: dist.ProcessGroup, rank: int, size: int, timeout_s: float
+    ) -> Callable[[Tensor], None] | None:
+        """What sums float32 tensors among the ranks faster than `group`, if there is such; every rank must call it."""
+        return None
+
+    def device_memory(self) -> tuple[int, int] | None:
+        """Bytes of the device that are free, and all of them; None where caches are not sized by the device."""
+        return None
+
+    def reserve(self, limits: StepLimits, dtype: torch.dtype) -> None:
+        """Make room for the tables of any step within `limits`; dtype is that of activations."""
+
+    def place(self, step: Tables) -> Tables:
+        """Bring a step's tables from the host to the device, as this backend's operators want them."""
+        return step if self.device.type == "cpu" else step.to(self.device)
 
     def linear(self, weight: Tensor, bias: Tensor | None, tied: bool = False) -> Linear:
         """Prepare a linear layer; weight [out_features, in_features]. Only a `tied` one is asked for rows."""

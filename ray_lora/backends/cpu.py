@@ -1,13 +1,16 @@
 """CPUs: the native kernels of `kernels/cpu`, and oneDNN where the processor multiplies a half type by itself."""
 
 import ctypes
+from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ray_lora.backends.base import Backend, Linear
 from ray_lora.backends.cpu_library import load_cpu_kernels
 from ray_lora.backends.cpu_linear import OneDNNLinear, PanelLinear, onednn_multiplies
+from ray_lora.backends.shared_reduce import join_shared_reduce
 from ray_lora.ops.lora import Segments
 
 
@@ -23,6 +26,11 @@ class CPUBackend(Backend):
         if self._kernels is not None:
             for operator in self._NATIVE:
                 setattr(self, operator, getattr(self._kernels, operator))
+
+    def join_reduce(
+        self, group: dist.ProcessGroup, rank: int, size: int, timeout_s: float
+    ) -> Callable[[Tensor], None] | None:
+        return join_shared_reduce(group, rank, size, timeout_s)
 
     def linear(self, weight: Tensor, bias: Tensor | None, tied: bool = False) -> Linear:
         if weight.dtype is not torch.float32 and onednn_multiplies(weight.dtype):

@@ -5,7 +5,7 @@ from ray_lora.errors import ConfigError
 
 
 def make_backend(device: str) -> Backend:
-    """The backend for `cpu` or `auto`.
+    """The backend for `cpu` (also `auto`) or `npu`.
 
     Raises:
         ConfigError: no such backend here.
@@ -14,4 +14,12 @@ def make_backend(device: str) -> Backend:
         from ray_lora.backends.cpu import CPUBackend
 
         return CPUBackend()
-    raise ConfigError(f"device {device!r} is not supported; supported are 'auto' and 'cpu'")
+    if device == "npu":
+        try:
+            from ray_lora.backends.npu import NPUBackend
+        except (ImportError, OSError) as error:
+            raise ConfigError(
+                f"device 'npu' needs CANN, torch_npu and triton-ascend; `ray-lora doctor` says what is missing: {error}"
+            ) from None
+        return NPUBackend()
+    raise ConfigError(f"device {device!r} is not supported; supported are 'auto', 'cpu' and 'npu'")

@@ -2,27 +2,21 @@
 
 import os
 import pickle
-import socket
 import threading
-from datetime import timedelta
 from pathlib import Path
-from urllib.parse import urlparse
 
-import psutil
 import torch
-import torch.distributed as dist
 
 from ray_lora.adapter import AdapterManifest, AdapterValidation, StagingTimes
 from ray_lora.adapters.reader import AdapterReader
 from ray_lora.adapters.shard import AdapterShard
 from ray_lora.adapters.store import AdapterStore
 from ray_lora.backends.registry import make_backend
-from ray_lora.backends.shared_reduce import join_shared_reduce
 from ray_lora.cluster.background import give_way
+from ray_lora.cluster.rank_groups import join_ranks, meeting_point
 from ray_lora.cluster.staging import AdapterStaging
 from ray_lora.cluster.step_link import Invitation, RankLink
 from ray_lora.config import EngineConfig
-from ray_lora.errors import ConfigError
 from ray_lora.model.model_runner import ModelRunner
 from ray_lora.model.tensor_parallel import TensorParallel
 from ray_lora.step import ModelInfo, StepPlan, StepResult
@@ -41,9 +35,7 @@ class Worker:
         self._step_thread: int | None = None
 
     def meeting_point(self, host: str) -> str:
-        """A free address of this host, where the ranks find each other."""
-        with socket.create_server((host, 0)) as server:
-            return f"tcp://{host}:{server.getsockname()[1]}"
+        return meeting_point(host)
 
     def start(self, init_method: str | None = None) -> ModelInfo:
         """Join the other ranks and load this rank's part of the model.
@@ -56,11 +48,7 @@ class Worker:
         backend = make_backend(config.device)
         parallel, adapter_group = TensorParallel(), None
         if init_method is not None:
-            step_group, adapter_group = _init_groups(config, rank, init_method, backend.collective)
-            shared_reduce = None
-            if backend.device.type == "cpu":
-                shared_reduce = join_shared_reduce(step_group, rank, size, config.step_timeout_s)
-            parallel = TensorParallel(rank, size, step_group, shared_reduce)
+            parallel, adapter_group = join_ranks(config, rank, init_method, backend)
         self._runner = ModelRunner(config, parallel, backend)
         self._reader: AdapterReader | None = None
         if rank == 0:
@@ -132,31 +120,3 @@ class Worker:
     def make_digest(self, shard: AdapterShard) -> str:
         """What this rank says it holds."""
         return shard.digest()
-
-
-def _init_groups(
-    config: EngineConfig, rank: int, init_method: str, collective: str
-) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """One process group for steps and one for adapter loads, so that neither waits for, or overtakes, the other."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", _interface_towards(init_method))
-    step_timeout = timedelta(seconds=config.step_timeout_s)
-    dist.init_process_group(
-        collective, init_method=init_method, rank=rank, world_size=config.tensor_parallel_size, timeout=step_timeout
-    )
-    adapter_timeout = timedelta(seconds=config.adapter_load_timeout_s)
-    adapter_group = dist.new_group(timeout=adapter_timeout, backend="gloo")
-    assert dist.group.WORLD is not None
-    assert isinstance(adapter_group, dist.ProcessGroup)
-    return dist.group.WORLD, adapter_group
-
-
-def _interface_towards(init_method: str) -> str:
-    """The network interface by which this host reaches the meeting point; gloo would guess from the host's name."""
-    target = urlparse(init_method)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((target.hostname, target.port))
-        address = probe.getsockname()[0]
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(entry.address == address for entry in addresses):
-            return str(name)
-    raise ConfigError(f"no network interface has the address {address}")

@@ -12,23 +12,14 @@ from ray_lora.model.unpaged_part import Members, UnpagedPart, group_rows
 from ray_lora.ops.attention import AttentionTables
 from ray_lora.ops.lora import Segments
 from ray_lora.ops.scale_shift import SlotRows
+from ray_lora.ops.step_tables import StepTables
 from ray_lora.step import StepPlan
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class Batch(StepTables):
     """One step's input on one rank."""
 
-    token_ids: Tensor
-    """[num_tokens] int64"""
-    tables: AttentionTables
-    cos: Tensor
-    sin: Tensor
-    """Rotary tables that `tables.positions` points into."""
-    segments: Mapping[str, Segments]
-    """By fused linear; one that no adapter of this step changes is absent, and so is everything in a base-only step."""
-    outputs: Mapping[str, SlotRows]
-    """By fused linear whose output changes beyond the delta; empty unless an adapter of this step has such a change."""
     unpaged: Members
     """Rows of adapters that change the embedding, the head or norms."""
 
@@ -43,13 +34,14 @@ def build_batch(
     unpaged: Mapping[str, UnpagedPart],
     device: torch.device,
 ) -> Batch:
-    """Lay out a plan's tokens one sequence after another.
+    """Lay out a plan's tokens one sequence after another, on the host; `Backend.place` brings it to the device.
 
     Args:
         prompt_len: tokens in a request's prompt, by request id; asked only where rotary frequencies depend on it.
         fused_modules: by adapter version, the fused linears that it changes.
         output_modules: by adapter version, those whose outputs it scales or shifts; one without any may be absent.
         unpaged: by adapter version, what it has outside pages and slots; one without it is absent.
+        device: where `unpaged` lies.
     """
     token_ids: list[int] = []
     positions: list[int] = []
@@ -70,7 +62,7 @@ def build_batch(
         rotary_rows = list(range(len(positions)))
 
     def int32(values: "list[int] | np.ndarray[tuple[int, ...], np.dtype[np.int32]]") -> Tensor:
-        return torch.as_tensor(values, dtype=torch.int32).to(device)
+        return torch.as_tensor(values, dtype=torch.int32)
 
     tables = AttentionTables(
         query_starts=int32(query_starts),
@@ -80,18 +72,18 @@ def build_batch(
         slot_mapping=int32(slots),
     )
     return Batch(
-        torch.tensor(token_ids, dtype=torch.int64).to(device),
+        torch.tensor(token_ids, dtype=torch.int64),
         tables,
         cos,
         sin,
-        build_segments(plan, query_starts, fused_modules, device),
-        build_slot_rows(plan, query_starts, output_modules, device),
+        build_segments(plan, query_starts, fused_modules),
+        build_slot_rows(plan, query_starts, output_modules),
         _unpaged_members(plan, unpaged, device),
     )
 
 
 def build_segments(
-    plan: StepPlan, query_starts: list[int], fused_modules: Mapping[str, frozenset[str]], device: torch.device
+    plan: StepPlan, query_starts: list[int], fused_modules: Mapping[str, frozenset[str]]
 ) -> dict[str, Segments]:
     """Which rows each adapter of the plan changes, for every fused linear that at least one of them changes."""
     rows = _rows_by_adapter(plan, query_starts)
@@ -102,14 +94,14 @@ def build_segments(
         members = tuple(index for index, names in enumerate(touched) if name in names)
         if members not in built:
             built[members] = _segments(
-                (rows[index] for index in members), (plan.adapters[index].pages for index in members), device
+                (rows[index] for index in members), (plan.adapters[index].pages for index in members)
             )
         segments[name] = built[members]
     return segments
 
 
 def build_slot_rows(
-    plan: StepPlan, query_starts: list[int], output_modules: Mapping[str, frozenset[str]], device: torch.device
+    plan: StepPlan, query_starts: list[int], output_modules: Mapping[str, frozenset[str]]
 ) -> dict[str, SlotRows]:
     """Which rows have their outputs scaled and shifted, and from which slot, by fused linear."""
     touched = [output_modules.get(adapter.version, frozenset()) for adapter in plan.adapters]
@@ -122,7 +114,7 @@ def build_slot_rows(
         members = [index for index, touches in enumerate(touched) if name in touches]
         row_ids = [row for index in members for row in rows[index]]
         slots = [plan.adapters[index].slot for index in members for _ in rows[index]]
-        built[name] = SlotRows(torch.tensor(row_ids).to(device), torch.tensor(slots).to(device))
+        built[name] = SlotRows(torch.tensor(row_ids), torch.tensor(slots))
     return built
 
 
@@ -141,16 +133,14 @@ def _rows_by_adapter(plan: StepPlan, query_starts: list[int]) -> list[list[int]]
     return rows
 
 
-def _segments(rows: Iterable[list[int]], pages: Iterable[tuple[int, ...]], device: torch.device) -> Segments:
+def _segments(rows: Iterable[list[int]], pages: Iterable[tuple[int, ...]]) -> Segments:
     row_ids, row_starts, page_ids, page_starts = list[int](), [0], list[int](), [0]
     for members, held in zip(rows, pages, strict=True):
         row_ids.extend(members)
         row_starts.append(len(row_ids))
         page_ids.extend(held)
         page_starts.append(len(page_ids))
-    tables = (
-        torch.tensor(values, dtype=torch.int32).to(device) for values in (row_ids, row_starts, page_ids, page_starts)
-    )
+    tables = (torch.tensor(values, dtype=torch.int32) for values in (row_ids, row_starts, page_ids, page_starts))
     return Segments(*tables)
 
 

@@ -17,10 +17,12 @@ from ray_lora.model.batch import Batch, build_batch
 from ray_lora.model.checkpoint import Checkpoint
 from ray_lora.model.kv_cache import KVCache, block_bytes
 from ray_lora.model.llama import Decoder
+from ray_lora.model.memory_plan import kv_cache_bytes
 from ray_lora.model.rotary import RotaryTables
 from ray_lora.model.sampler import Sampler, token_logprobs
 from ray_lora.model.tensor_parallel import TensorParallel
 from ray_lora.model.unpaged_part import Members, UnpagedPart, group_rows
+from ray_lora.ops.step_tables import StepLimits
 from ray_lora.step import ModelInfo, SampledToken, SequencePlan, StepPlan, StepResult, TokenLogprobs
 
 PROMPT_LOGPROB_ROWS = 64
@@ -36,7 +38,8 @@ class ModelRunner:
         dtype = resolve_dtype(config.dtype, arch, backend)
         self.arch = arch
         self.adapter_dtype = dtype if config.lora_dtype == "auto" else DTYPES[config.lora_dtype]
-        self.info = model_info(config, arch, parallel.size, dtype, self.adapter_dtype)
+        kv_bytes = kv_cache_bytes(config, arch, parallel, dtype, self.adapter_dtype, backend)
+        self.info = model_info(config, arch, parallel.size, dtype, self.adapter_dtype, kv_bytes)
         self._parallel = parallel
         self._backend = backend
         self._block_size = config.block_size
@@ -59,6 +62,7 @@ class ModelRunner:
         self.open_checkpoint = partial(Checkpoint, config.model_path, arch, dtype)
         self._decoder = Decoder(arch, self.open_checkpoint(), cache, self._pool, parallel, backend)
         backend.release_unused_memory()
+        backend.reserve(step_limits(config, arch, self.info), dtype)
         self._sampler = Sampler()
         self._staged: dict[str, AdapterShard] = {}
         self._fused_modules: dict[str, frozenset[str]] = {}
@@ -87,6 +91,7 @@ class ModelRunner:
             self._unpaged,
             self._backend.device,
         )
+        batch = self._backend.place(batch)
         return self._finish(plan, batch, self._decoder.forward(batch))
 
     def _meet(self, plan: StepPlan) -> StepResult | None:
@@ -174,8 +179,23 @@ def resolve_dtype(name: str, arch: Architecture, backend: Backend) -> torch.dtyp
     return DTYPES[name]
 
 
+def step_limits(config: EngineConfig, arch: Architecture, info: ModelInfo) -> StepLimits:
+    return StepLimits(
+        max_tokens=config.max_num_batched_tokens,
+        max_sequences=min(config.max_num_seqs, config.max_num_batched_tokens),
+        max_blocks=-(-info.max_model_len // config.block_size),
+        max_pages=config.num_lora_pages,
+        max_linears=len(arch.fused_linears),
+    )
+
+
 def model_info(
-    config: EngineConfig, arch: Architecture, tp_size: int, dtype: torch.dtype, adapter_dtype: torch.dtype
+    config: EngineConfig,
+    arch: Architecture,
+    tp_size: int,
+    dtype: torch.dtype,
+    adapter_dtype: torch.dtype,
+    kv_bytes: int,
 ) -> ModelInfo:
     """What this rank can serve within its configured memory.
 
@@ -187,11 +207,11 @@ def model_info(
     if max_model_len > longest:
         raise ConfigError(f"max_model_len {max_model_len} exceeds the model's {longest}")
     bytes_per_block = block_bytes(arch, tp_size, config.block_size, dtype)
-    num_blocks = config.kv_cache_memory_bytes // bytes_per_block
+    num_blocks = kv_bytes // bytes_per_block
     needed = -(-max_model_len // config.block_size)
     if num_blocks < needed:
         raise ConfigError(
-            f"kv_cache_memory_bytes {config.kv_cache_memory_bytes} holds {num_blocks * config.block_size} tokens but "
+            f"kv_cache_memory_bytes {kv_bytes} holds {num_blocks * config.block_size} tokens but "
             f"max_model_len is {max_model_len}; give at least {needed * bytes_per_block} bytes or lower max_model_len"
         )
     has_stable_prefixes = arch.rope.rope_type != "dynamic" or max_model_len <= arch.max_position_embeddings

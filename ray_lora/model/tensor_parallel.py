@@ -26,6 +26,13 @@ class TensorParallel:
             dist.all_reduce(x, group=self.group)
         return x
 
+    def smallest(self, value: int, device: torch.device) -> int:
+        """The least of the ranks' values; every rank must call it."""
+        values = torch.tensor([value], device=device)
+        if self.size > 1:
+            dist.all_reduce(values, op=dist.ReduceOp.MIN, group=self.group)
+        return int(values)
+
     def gather_columns(self, x: Tensor, total: int) -> Tensor | None:
         """On rank 0, the ranks' columns side by side, cut to `total`; None elsewhere. All parts have one shape."""
         if self.size == 1:

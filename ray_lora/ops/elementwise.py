@@ -13,7 +13,8 @@ def add_rms_norm_reference_(residual: Tensor, x: Tensor, weight: Tensor, eps: fl
         residual += x                                    # in place, rounded to its type
         return rms_norm(residual, weight)
 
-    Shapes: residual, x and the result [num_tokens, hidden_size]; weight [hidden_size].
+    Shapes: residual, x and the result [num_tokens, hidden_size]; weight [hidden_size]. The result may take the place
+    of x.
     """
     residual.add_(x)
     return rms_norm_reference(residual, weight, eps)

@@ -132,7 +132,7 @@ def test_the_docstring_example_of_the_segments() -> None:
         tuple(sequence(i, [i], 0, [i], adapter) for i, adapter in enumerate([0, -1, 1, 0])),
         adapters,
     )
-    segments = build_segments(plan, [0, 1, 2, 3, 4], {"x": frozenset([QKV]), "y": frozenset([QKV])}, CPU)
+    segments = build_segments(plan, [0, 1, 2, 3, 4], {"x": frozenset([QKV]), "y": frozenset([QKV])})
     assert as_lists(segments[QKV]) == ([0, 3, 2], [0, 2, 3], [5, 9, 1], [0, 2, 3])
 
 
@@ -151,7 +151,7 @@ def test_all_rows_of_a_prompt_chunk_belong_to_its_adapter() -> None:
 def test_a_module_is_skipped_for_adapters_that_lack_it_and_absent_if_all_do() -> None:
     adapters = (AdapterPlan("x", (5, 9), 0), AdapterPlan("y", (1,), 1))
     plan = StepPlan(1, (sequence(1, [1], 0, [0], 0), sequence(2, [2], 0, [1], 1)), adapters)
-    segments = build_segments(plan, [0, 1, 2], {"x": frozenset([QKV, GATE_UP]), "y": frozenset([GATE_UP, O_PROJ])}, CPU)
+    segments = build_segments(plan, [0, 1, 2], {"x": frozenset([QKV, GATE_UP]), "y": frozenset([GATE_UP, O_PROJ])})
     assert set(segments) == {QKV, O_PROJ, GATE_UP}
     assert as_lists(segments[QKV]) == ([0], [0, 1], [5, 9], [0, 2])
     assert as_lists(segments[O_PROJ]) == ([1], [0, 1], [1], [0, 1])
@@ -162,25 +162,25 @@ def test_modules_changed_by_the_same_adapters_share_one_table() -> None:
     adapters = (AdapterPlan("x", (5,), 0), AdapterPlan("y", (1,), 1))
     plan = StepPlan(1, (sequence(1, [1], 0, [0], 0), sequence(2, [2], 0, [1], 1)), adapters)
     modules = {"x": frozenset([QKV, O_PROJ, GATE_UP]), "y": frozenset([QKV, GATE_UP])}
-    segments = build_segments(plan, [0, 1, 2], modules, CPU)
+    segments = build_segments(plan, [0, 1, 2], modules)
     assert segments[QKV] is segments[GATE_UP]
     assert segments[O_PROJ] is not segments[QKV]
 
 
 def test_an_adapter_that_changes_nothing_is_in_no_segment() -> None:
     plan = StepPlan(1, (sequence(1, [1], 0, [0], 0),), (AdapterPlan("x", (5,), 0),))
-    assert build_segments(plan, [0, 1], {"x": frozenset()}, CPU) == {}
+    assert build_segments(plan, [0, 1], {"x": frozenset()}) == {}
 
 
 def test_only_adapters_that_change_outputs_have_their_rows_scaled_and_shifted() -> None:
     adapters = (AdapterPlan("x", (5,), 3), AdapterPlan("y", (1,), 0), AdapterPlan("plain", (2,), 1))
     sequences = tuple(sequence(i, [i, i], 0, [i], adapter) for i, adapter in enumerate([0, -1, 1, 2]))
     plan = StepPlan(1, sequences, adapters)
-    members = build_slot_rows(plan, [0, 2, 4, 6, 8], {"x": frozenset([QKV]), "y": frozenset([QKV, O_PROJ])}, CPU)
+    members = build_slot_rows(plan, [0, 2, 4, 6, 8], {"x": frozenset([QKV]), "y": frozenset([QKV, O_PROJ])})
     assert set(members) == {QKV, O_PROJ}
     assert (members[QKV].rows.tolist(), members[QKV].slots.tolist()) == ([0, 1, 4, 5], [3, 3, 0, 0])
     assert (members[O_PROJ].rows.tolist(), members[O_PROJ].slots.tolist()) == ([4, 5], [0, 0])
-    assert build_slot_rows(plan, [0, 2, 4, 6, 8], {"elsewhere": frozenset([QKV])}, CPU) == {}
+    assert build_slot_rows(plan, [0, 2, 4, 6, 8], {"elsewhere": frozenset([QKV])}) == {}
 
 
 @given(

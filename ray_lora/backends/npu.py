@@ -1,0 +1,214 @@
+"""Ascend NPUs: torch_npu's fused operators around the Triton kernels of `add_lora_`. The only file to import torch_npu.
+
+Choices, and their reasons (nothing here has been timed on a device):
+- The cache is [num_blocks, block_size, num_kv_heads, head_dim]: `npu_scatter_pa_kv_cache` writes it without rearranging
+  a row, and attention reads it as it lies, as [num_blocks, block_size, num_kv_heads * head_dim].
+- Attention takes the rows of all sequences side by side ("TND"), chunks of prompts and decoding ones in one launch.
+- Weights of a half type are stored in blocks of 16 x 16 (NZ), in the order in which the cube cores take them.
+- An all-reduce stands alone. `npu_mm_all_reduce_base` would hide some of it behind the product, but LoRA's delta has to
+  join the partial sum between the two, its manual excludes decode steps, and it needs a full mesh of HCCS links.
+- LoRA has no stream of its own. Shrink beside the base's product would send S, which the kernel keeps on the chip,
+  through memory, in one launch more; and a decode step waits for memory in both products, which share it.
+"""
+
+from dataclasses import fields, replace
+
+import torch
+import torch_npu
+from torch import Tensor
+
+from ray_lora.backends.base import Backend, Linear, Tables
+from ray_lora.backends.npu_tables import (
+    CopyEvent,
+    NPUAttentionTables,
+    NPUSegments,
+    StaticTables,
+    put_plan,
+    table_capacities,
+)
+from ray_lora.backends.triton_lora import TritonLora
+from ray_lora.errors import ConfigError
+from ray_lora.ops.attention import AttentionTables
+from ray_lora.ops.lora import Segments
+from ray_lora.ops.step_tables import StepLimits, moved
+
+FRACTAL_NZ = 29
+"""CANN's number of the format."""
+CAUSAL, BAND = 3, 4
+"""Values of `sparse_mode`: all keys up to the row's own position, or the last `pre_tokens` of them and its own."""
+MASK_SIZE = 2048
+"""Side of the triangle that attention wants in either mode, whatever the lengths."""
+UNBOUNDED = 2**31 - 1
+
+
+class NPUBackend(Backend):
+    """One NPU of this process: the first that `ASCEND_RT_VISIBLE_DEVICES` lets it see."""
+
+    name = "npu"
+    collective = "hccl"
+    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
+    """What attention accepts."""
+
+    def __init__(self, device: str = "npu") -> None:
+        super().__init__(device)
+        torch_npu.npu.config.allow_internal_format = True  # else weights stay as they are
+        cube_cores, vector_cores = self.num_cores()
+        self._lora = TritonLora("npu", decode_programs=vector_cores, prefill_programs=cube_cores)
+        self._mask = torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.int8, device=self.device).triu_(1)
+        self._static: StaticTables | None = None
+        self._dtype = torch.bfloat16
+
+    def num_cores(self) -> tuple[int, int]:
+        """Cube cores and vector cores."""
+        limits = torch_npu.npu.get_device_limit(0)
+        return limits["cube_core_num"], limits["vector_core_num"]
+
+    def device_memory(self) -> tuple[int, int]:
+        free, total = torch_npu.npu.mem_get_info()
+        return free, total
+
+    def copy_event(self) -> CopyEvent | None:
+        """See `StaticTables`."""
+        event: CopyEvent = torch_npu.npu.Event()
+        return event
+
+    def reserve(self, limits: StepLimits, dtype: torch.dtype) -> None:
+        self._static = StaticTables(table_capacities(limits), self.device, self.copy_event())
+        self._dtype = dtype
+
+    def place(self, step: Tables) -> Tables:
+        """Cut the step's segments into tiles, send all tables, and look up each row's rotary angles once."""
+        static, tables = self._static, step.tables
+        assert static is not None, "reserve comes first"
+        starts = tables.query_starts.tolist()
+        static.begin()
+        token_ids = static.put("token_ids", step.token_ids)
+        sent = {field.name: static.put(field.name, getattr(tables, field.name)) for field in fields(AttentionTables)}
+        planned: dict[int, NPUSegments] = {}
+        for part in step.segments.values():
+            if id(part) not in planned:
+                plan = put_plan(static, len(planned), self._lora.plan(part, starts))
+                planned[id(part)] = NPUSegments(part.rows, part.row_starts, part.pages, part.page_starts, plan)
+        static.send()
+        placed = NPUAttentionTables(
+            **sent,
+            query_ends=tuple(starts[1:]),
+            context_lens_host=tuple(tables.context_lens.tolist()),
+            cos=self._angles(step.cos, sent["positions"]),
+            sin=self._angles(step.sin, sent["positions"]),
+        )
+        return replace(
+            step,
+            token_ids=token_ids,
+            tables=placed,
+            segments={name: planned[id(part)] for name, part in step.segments.items()},
+            outputs=moved(step.outputs, self.device),
+        )
+
+    def linear(self, weight: Tensor, bias: Tensor | None, tied: bool = False) -> Linear:
+        """A tied weight stays as it is, for rows of it are looked up."""
+        if (
+            not tied
+            and weight.dtype in (torch.bfloat16, torch.float16)
+            and all(size % 16 == 0 for size in weight.shape)
+        ):
+            weight = torch_npu.npu_format_cast(weight, FRACTAL_NZ)
+        return Linear(weight, bias)
+
+    def allocate_kv_cache(
+        self, num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values, each [num_blocks, block_size, num_kv_heads, head_dim].
+
+        Raises:
+            ConfigError: attention does not take blocks of that size, or that type.
+        """
+        if block_size % 16:
+            raise ConfigError(f"block_size {block_size} is not a multiple of 16, as an NPU needs it; 128 is best")
+        if dtype not in self.dtypes:
+            names = " or ".join(str(known).removeprefix("torch.") for known in self.dtypes)
+            raise ConfigError(f"dtype {str(dtype).removeprefix('torch.')} is not served on an NPU; give {names}")
+        shape = (num_blocks, block_size, num_kv_heads, head_dim)
+        return torch.zeros(shape, dtype=dtype, device=self.device), torch.zeros(shape, dtype=dtype, device=self.device)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        normed: Tensor = torch_npu.npu_rms_norm(x, weight, eps)[0]
+        return normed
+
+    def add_rms_norm_(self, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        torch_npu.npu_add_rms_norm_v2(x, residual, weight, eps)
+        return x
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        activated: Tensor = torch_npu.npu_swiglu(gate_up, dim=-1)
+        return activated
+
+    def rotary_and_cache_(
+        self,
+        qkv: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        tables: AttentionTables,
+    ) -> None:
+        """As the reference; the cache is in this backend's layout, and the angles are rounded to the type of qkv."""
+        assert isinstance(tables, NPUAttentionTables), "place comes first"
+        num_kv_heads, head_dim = k_cache.shape[2:]
+        heads = qkv.view(qkv.shape[0], -1, head_dim)
+        num_heads = heads.shape[1] - 2 * num_kv_heads
+        q_and_k, v = heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
+        if q_norm is not None and k_norm is not None:
+            q = self.rms_norm(q_and_k[:, :num_heads].contiguous(), q_norm, eps)
+            k = self.rms_norm(q_and_k[:, num_heads:].contiguous(), k_norm, eps)
+            q_and_k = torch.cat((q, k), dim=1)
+        rotated = torch_npu.npu_rotary_mul(q_and_k.contiguous().unsqueeze(0), tables.cos, tables.sin)[0]
+        heads[:, :-num_kv_heads] = rotated
+        torch_npu.npu_scatter_pa_kv_cache(
+            rotated[:, num_heads:].contiguous(),
+            v.contiguous(),
+            k_cache,
+            v_cache,
+            tables.slot_mapping,
+            cache_mode="Norm",
+        )
+
+    def paged_attention(
+        self, qkv: Tensor, k_cache: Tensor, v_cache: Tensor, tables: AttentionTables, scale: float, window: int | None
+    ) -> Tensor:
+        assert isinstance(tables, NPUAttentionTables), "place comes first"
+        num_blocks, block_size, num_kv_heads, head_dim = k_cache.shape
+        heads = qkv.view(qkv.shape[0], -1, head_dim)
+        num_heads = heads.shape[1] - 2 * num_kv_heads
+        attended: Tensor = torch_npu.npu_fused_infer_attention_score(
+            heads[:, :num_heads].contiguous(),
+            k_cache.view(num_blocks, block_size, -1),
+            v_cache.view(num_blocks, block_size, -1),
+            atten_mask=self._mask,
+            actual_seq_lengths=tables.query_ends,
+            actual_seq_lengths_kv=tables.context_lens_host,
+            block_table=tables.block_tables,
+            num_heads=num_heads,
+            num_key_value_heads=num_kv_heads,
+            scale=scale,
+            input_layout="TND",
+            block_size=block_size,
+            sparse_mode=CAUSAL if window is None else BAND,
+            pre_tokens=UNBOUNDED if window is None else window - 1,
+            next_tokens=UNBOUNDED if window is None else 0,
+        )[0]
+        return attended.view(qkv.shape[0], -1)
+
+    def add_lora_(
+        self, y: Tensor, x: Tensor, pool_a: Tensor, pool_b: Tensor, slices: tuple[int, ...], segments: Segments
+    ) -> None:
+        assert isinstance(segments, NPUSegments), "place comes first"
+        self._lora.add_lora_(y, x, pool_a, pool_b, slices, segments.plan)
+
+    def _angles(self, table: Tensor, positions: Tensor) -> Tensor:
+        """Rows of a table [max_positions, head_dim / 2], twice side by side: [1, num_tokens, 1, head_dim]."""
+        rows = table.index_select(0, positions).to(self._dtype)
+        return torch.cat((rows, rows), dim=-1).view(1, len(positions), 1, -1)

@@ -1,0 +1,120 @@
+"""A step's tables on an NPU: each at a place of its own for good, and all sent by one copy."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ray_lora.backends.lora_plan import LoraPlan
+from ray_lora.ops.attention import AttentionTables
+from ray_lora.ops.lora import Segments
+from ray_lora.ops.step_tables import StepLimits
+
+ALIGNMENT = 128
+"""int32 entries between the starts of two tables: 512 bytes, what the chip's transfers are aligned to at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class NPUAttentionTables(AttentionTables):
+    """What torch_npu's attention and rotary operators want besides."""
+
+    query_ends: tuple[int, ...]
+    context_lens_host: tuple[int, ...]
+    """`query_starts[1:]` and `context_lens` on the host, for they are arguments and not tensors."""
+    cos: Tensor
+    sin: Tensor
+    """[1, num_tokens, 1, head_dim] in the type of the activations: each row's angles, for both halves of a head."""
+
+
+@dataclass(frozen=True, slots=True)
+class NPUSegments(Segments):
+    """Segments on the host, and the tiles they are cut into, on the device."""
+
+    plan: LoraPlan
+
+
+class CopyEvent(Protocol):
+    """A device's mark in its queue of work."""
+
+    def record(self) -> None: ...
+    def synchronize(self) -> None: ...
+
+
+class StaticTables:
+    """int32 tables whose addresses never change, so that a captured graph could read them and no step allocates any.
+
+    `put` writes a table to pinned host memory and returns its place on the device; `send` brings all of them there.
+    """
+
+    def __init__(self, capacities: Mapping[str, int], device: torch.device, copied: CopyEvent | None) -> None:
+        """
+        Args:
+            capacities: the most entries of each table; those that every step has come first, for `send` stops after
+                the last one that was put.
+            copied: told when a copy is done; None where host memory is not pinned, as a copy then is done at once.
+        """
+        self._places: dict[str, tuple[int, int]] = {}
+        size = 0
+        for name, capacity in capacities.items():
+            self._places[name] = size, capacity
+            size += -(-capacity // ALIGNMENT) * ALIGNMENT
+        self._host = torch.zeros(size, dtype=torch.int32, pin_memory=copied is not None)
+        self._device = torch.zeros(size, dtype=torch.int32, device=device)
+        self._copied = copied
+        self._end = 0
+
+    def begin(self) -> None:
+        """A new step: wait until the last one's tables have left the host memory that is to be written."""
+        if self._copied is not None and self._end:
+            self._copied.synchronize()
+        self._end = 0
+
+    def put(self, name: str, values: Tensor) -> Tensor:
+        """The table's place on the device, in the shape of `values`; holds them once they are sent.
+
+        Raises:
+            ValueError: more entries than the table has room for.
+        """
+        start, capacity = self._places[name]
+        stop = start + values.numel()
+        if values.numel() > capacity:
+            raise ValueError(f"table {name!r} has {values.numel()} entries but room for {capacity}")
+        self._host[start:stop].view(values.shape).copy_(values)
+        self._end = max(self._end, stop)
+        return self._device[start:stop].view(values.shape)
+
+    def send(self) -> None:
+        """Bring what was put to the device, behind the work that is queued there."""
+        self._device[: self._end].copy_(self._host[: self._end], non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+
+
+LORA_TABLES = ("rows", "decode_tiles", "prefill_tiles", "pages")
+
+
+def table_capacities(limits: StepLimits) -> dict[str, int]:
+    """Room for the tables of any step: a tile has 4 entries and at least one row."""
+    tokens = limits.max_tokens
+    capacities = {
+        "token_ids": tokens,
+        "query_starts": limits.max_sequences + 1,
+        "context_lens": limits.max_sequences,
+        "positions": tokens,
+        "slot_mapping": tokens,
+        "block_tables": limits.max_sequences * limits.max_blocks,
+    }
+    room = (tokens, 4 * tokens, 4 * tokens, limits.max_pages)
+    for index in range(limits.max_linears):
+        capacities |= {f"{name} {index}": entries for name, entries in zip(LORA_TABLES, room, strict=True)}
+    return capacities
+
+
+def put_plan(tables: StaticTables, index: int, plan: LoraPlan) -> LoraPlan:
+    """The same plan with its tables in their places on the device."""
+    rows, decode_tiles, prefill_tiles, pages = (
+        tables.put(f"{name} {index}", getattr(plan, name)) for name in LORA_TABLES
+    )
+    return replace(plan, rows=rows, decode_tiles=decode_tiles, prefill_tiles=prefill_tiles, pages=pages)
