@@ -8,7 +8,10 @@ NPU_ENV  := build/npu-env
 CUDA_ENV := build/cuda-env
 K8S_ENV  := build/k8s-env
 
-.PHONY: help install serve test test-slow test-npu-compile test-cuda-compile test-k8s npu-report bench lint format lock clean
+# torch would import torch_npu by itself where that is installed, and fail without CANN.
+test-npu test-npu-compile npu-report: export TORCH_DEVICE_BACKEND_AUTOLOAD := 0
+
+.PHONY: help install serve test test-slow test-npu test-npu-compile test-cuda-compile test-k8s npu-report bench lint format lock clean
 
 help:
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -24,6 +27,9 @@ test: install lint ## lint, type-check, run the tests (under 15 minutes)
 
 test-slow: install ## soak and fault tests
 	$(BIN)/python -m pytest -m slow
+
+test-npu: install $(NPU_ENV)/.installed ## the Ascend backend on CPU tensors: schemas, shapes, plans and tokens (2 minutes)
+	TRITON_INTERPRET=1 $(NPU_ENV)/bin/python -m pytest tests/npu
 
 test-npu-compile: $(NPU_ENV)/.installed ## the Triton kernels: interpreted, and through the Ascend compilers (4 minutes)
 	TRITON_INTERPRET=1 $(NPU_ENV)/bin/python -m pytest tests/triton_numerics

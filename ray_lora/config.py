@@ -64,6 +64,7 @@ class EngineConfig(BaseModel):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """`auto` is the checkpoint's, but float32 on a CPU."""
     device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
+    """`auto` is `cpu`."""
     seed: int = 0
     """Base of the random streams of requests that bring no seed."""
 
@@ -134,8 +135,10 @@ class EngineConfig(BaseModel):
 
     tensor_parallel_size: int = Field(1, ge=1)
     distributed_executor_backend: Literal["auto", "local", "ray"] = "auto"
-    """`local` keeps the only rank in this process; `auto` is `local` for one rank and `ray` for more."""
+    """`local` keeps the only rank in this process; `auto` is `local` for one rank on a CPU and `ray` otherwise: Ray tells
+    each rank which NPU is its own."""
     placement_group_strategy: Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"] = "STRICT_PACK"
+    """The ranks of a replica are on one node, unless this says otherwise."""
     num_threads: int | None = Field(None, ge=1)
     """Threads of one rank on a CPU; by default the usable cores divided by the ranks."""
     rank_num_cpus: float = Field(0.1, gt=0)
@@ -222,7 +225,7 @@ class EngineConfig(BaseModel):
     @property
     def uses_ray(self) -> bool:
         if self.distributed_executor_backend == "auto":
-            return self.tensor_parallel_size > 1
+            return self.tensor_parallel_size > 1 or self.device == "npu"
         return self.distributed_executor_backend == "ray"
 
     @property

@@ -51,15 +51,15 @@ class NPUBackend(Backend):
 
     def __init__(self, device: str = "npu") -> None:
         super().__init__(device)
-        torch_npu.npu.config.allow_internal_format = True  # else weights stay as they are
-        cube_cores, vector_cores = self.num_cores()
+        cube_cores, vector_cores = self.open_device()
         self._lora = TritonLora("npu", decode_programs=vector_cores, prefill_programs=cube_cores)
         self._mask = torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.int8, device=self.device).triu_(1)
         self._static: StaticTables | None = None
         self._dtype = torch.bfloat16
 
-    def num_cores(self) -> tuple[int, int]:
-        """Cube cores and vector cores."""
+    def open_device(self) -> tuple[int, int]:
+        """Make the device ready; the numbers of its cube cores and vector cores."""
+        torch_npu.npu.config.allow_internal_format = True  # else `npu_format_cast` leaves weights as they are
         limits = torch_npu.npu.get_device_limit(0)
         return limits["cube_core_num"], limits["vector_core_num"]
 

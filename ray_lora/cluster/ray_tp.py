@@ -41,8 +41,9 @@ class RayTPExecutor:
     def __init__(self, config: EngineConfig, worker_class: type[Worker] = Worker) -> None:
         self._config = config
         self._dead: str | None = None
+        bundle = {"CPU": config.rank_num_cpus, **device_resources(config)}
         self._group = placement_group(
-            [{"CPU": config.rank_num_cpus}] * config.tensor_parallel_size, strategy=config.placement_group_strategy
+            [bundle] * config.tensor_parallel_size, strategy=config.placement_group_strategy
         )
         try:
             self._workers = self._start_workers(worker_class)
@@ -116,11 +117,13 @@ class RayTPExecutor:
         remove_placement_group(self._group)
 
     def _start_workers(self, worker_class: type[Worker]) -> list[Any]:
-        size, num_cpus = self._config.tensor_parallel_size, self._config.rank_num_cpus
+        config = self._config
+        size, num_cpus, devices = config.tensor_parallel_size, config.rank_num_cpus, device_resources(config)
         if not self._group.wait(PLACEMENT_TIMEOUT_S):
+            each = " and ".join(f"{count:g} {name}" for name, count in {"CPU": num_cpus, **devices}.items())
             raise ConfigError(
-                f"tensor_parallel_size {size}: no room for {size} ranks of {num_cpus} CPU "
-                f"({self._config.placement_group_strategy}) in {ray.available_resources()}"
+                f"tensor_parallel_size {size}: no room for {size} ranks of {each} "
+                f"({config.placement_group_strategy}) in {ray.available_resources()}"
             )
         options: dict[str, Any] = {
             "concurrency_groups": {"steps": 1, "adapters": 1, "fetches": MAX_FETCHES, "health": 1}
@@ -129,8 +132,9 @@ class RayTPExecutor:
         return [
             actor_class.options(
                 num_cpus=num_cpus,
+                resources=devices,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank),
-            ).remote(self._config, rank)
+            ).remote(config, rank)
             for rank in range(size)
         ]
 
@@ -186,6 +190,11 @@ class RayTPExecutor:
     def _die(self, reason: str) -> EngineDeadError:
         self._dead = self._dead or reason
         return EngineDeadError(self._dead)
+
+
+def device_resources(config: EngineConfig) -> dict[str, float]:
+    """What Ray reserves for a rank beside CPUs; it then shows the rank no other NPU (`ASCEND_RT_VISIBLE_DEVICES`)."""
+    return {"NPU": 1} if config.device == "npu" else {}
 
 
 def require_ray() -> None:

@@ -1,4 +1,4 @@
-"""One Ray on loopback for the tests that need actors."""
+"""One Ray on loopback for the tests that need actors; its NPUs are numbers that Ray counts, and nothing more."""
 
 from collections.abc import Iterator
 
@@ -8,6 +8,8 @@ import ray
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
-    ray.init(_node_ip_address="127.0.0.1", include_dashboard=False, num_cpus=4, log_to_driver=False)
+    ray.init(
+        _node_ip_address="127.0.0.1", include_dashboard=False, num_cpus=4, resources={"NPU": 8}, log_to_driver=False
+    )
     yield
     ray.shutdown()
