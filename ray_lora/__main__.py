@@ -31,7 +31,11 @@ class LazyGroup(click.Group):
         return command
 
 
-COMMANDS = {"serve": "ray_lora.serve.cli", "key": "ray_lora.serve.key_commands"}
+COMMANDS = {
+    "doctor": "ray_lora.cluster.doctor",
+    "key": "ray_lora.serve.key_commands",
+    "serve": "ray_lora.serve.cli",
+}
 
 main = LazyGroup("ray-lora", COMMANDS, "Multi-LoRA serving on Ray Serve.")
 main.add_command(

@@ -135,8 +135,8 @@ class EngineConfig(BaseModel):
 
     tensor_parallel_size: int = Field(1, ge=1)
     distributed_executor_backend: Literal["auto", "local", "ray"] = "auto"
-    """`local` keeps the only rank in this process; `auto` is `local` for one rank on a CPU and `ray` otherwise: Ray tells
-    each rank which NPU is its own."""
+    """`local` keeps the only rank in this process; `auto` is `local` for one rank on a CPU and `ray` otherwise, for Ray
+    tells each rank which NPU is its own."""
     placement_group_strategy: Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"] = "STRICT_PACK"
     """The ranks of a replica are on one node, unless this says otherwise."""
     num_threads: int | None = Field(None, ge=1)

@@ -183,6 +183,8 @@ def test_as_many_adapters_are_in_host_memory_as_it_is_configured_for(fields: dic
         ({"distributed_executor_backend": "ray"}, True),
         ({"distributed_executor_backend": "ray", "tensor_parallel_size": 2}, True),
         ({"distributed_executor_backend": "local"}, False),
+        ({"device": "npu"}, True),
+        ({"device": "npu", "distributed_executor_backend": "local"}, False),
     ],
 )
 def test_ray_is_used_for_more_than_one_rank_or_if_asked_for(fields: dict[str, Any], uses_ray: bool) -> None:

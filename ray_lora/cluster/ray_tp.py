@@ -42,9 +42,7 @@ class RayTPExecutor:
         self._config = config
         self._dead: str | None = None
         bundle = {"CPU": config.rank_num_cpus, **device_resources(config)}
-        self._group = placement_group(
-            [bundle] * config.tensor_parallel_size, strategy=config.placement_group_strategy
-        )
+        self._group = placement_group([bundle] * config.tensor_parallel_size, strategy=config.placement_group_strategy)
         try:
             self._workers = self._start_workers(worker_class)
             address = _address_of_bundle(self._group, 0)

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,9 @@ class PlacedWorker(worker_module.Worker):
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("npu") / "model", "llama", num_attention_heads=8, num_key_value_heads=2)
+    return make_checkpoint(
+        tmp_path_factory.mktemp("npu") / "model", "llama", num_attention_heads=8, num_key_value_heads=2
+    )
 
 
 def make_config(checkpoint: Path, **args: Any) -> EngineConfig:
@@ -44,8 +47,12 @@ def make_config(checkpoint: Path, **args: Any) -> EngineConfig:
     return EngineConfig.parse(settings | args)
 
 
-def free_npus() -> float:
-    return ray.available_resources().get("NPU", 0)
+def wait_for_free_npus(count: int) -> None:
+    """What Ray says of resources lags behind."""
+    deadline = time.monotonic() + 20
+    while ray.available_resources().get("NPU", 0) != count:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 @pytest.mark.parametrize("tp_size", [1, 4])
@@ -59,9 +66,10 @@ def test_each_rank_sees_one_npu_of_its_own(tp_size: int, checkpoint: Path) -> No
         assert len(set(devices)) == tp_size
         assert all(device in map(str, range(8)) for device in devices)
         assert placement_group_table(executor._group)["strategy"] == "STRICT_PACK"
-        assert free_npus() == 8 - tp_size
+        wait_for_free_npus(8 - tp_size)
     finally:
         executor.shutdown()
+    wait_for_free_npus(8)
 
 
 def test_another_strategy_is_taken_only_where_it_is_named(checkpoint: Path) -> None:
@@ -78,7 +86,7 @@ def test_too_few_npus_are_an_error_that_says_so(checkpoint: Path, monkeypatch: p
     others = placement_group([{"NPU": 7}])
     assert others.wait(10)
     try:
-        with pytest.raises(ConfigError, match="no room for 2 ranks of 0.1 CPU and 1 NPU \\(STRICT_PACK\\)"):
+        with pytest.raises(ConfigError, match=r"no room for 2 ranks of 0\.1 CPU and 1 NPU \(STRICT_PACK\)"):
             RayTPExecutor(make_config(checkpoint, tensor_parallel_size=2), PlacedWorker)
     finally:
         remove_placement_group(others)

@@ -134,5 +134,11 @@ def test_the_demo_deployment_is_a_serve_config_that_starts(demo_dir: Path, monke
     assert build_app(application.args) is not None
 
 
+@pytest.mark.parametrize("file", sorted((ROOT / "deployments").glob("*.yaml")), ids=lambda file: file.name)
+def test_every_deployment_is_a_serve_config_with_known_keys(file: Path) -> None:
+    (application,) = ServeDeploySchema.model_validate(yaml.safe_load(file.read_text())).applications
+    assert EngineConfig.parse(application.args).model == application.args["model"]
+
+
 def test_a_process_outside_serve_run_ends_nothing() -> None:
     assert serve_run_pid() is None
