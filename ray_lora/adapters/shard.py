@@ -131,7 +131,7 @@ class AdapterShard:
 
     header: ShardHeader
     payload: torch.Tensor
-    """Flat uint8, contiguous, on the CPU: all numbers, as they are sent."""
+    """Flat uint8, contiguous, on the CPU until it is paged in: all numbers, as they are sent."""
 
     def __post_init__(self) -> None:
         payload, num_bytes = self.payload, self.header.num_bytes

@@ -43,6 +43,8 @@ class Backend:
     name = "reference"
     collective = "gloo"
     """torch.distributed's name for the library that joins the ranks."""
+    gathers_to_all = False
+    """Whether that library lacks a gather to one rank."""
 
     def __init__(self, device: str = "cpu") -> None:
         self.device = torch.device(device)
@@ -57,8 +59,11 @@ class Backend:
         """Bytes of the device that are free, and all of them; None where caches are not sized by the device."""
         return None
 
+    def enter_thread(self) -> None:
+        """Called first in the thread that executes steps, which may not be the one that made this backend."""
+
     def reserve(self, limits: StepLimits, dtype: torch.dtype) -> None:
-        """Make room for the tables of any step within `limits`; dtype is that of activations."""
+        """Get ready for any step within `limits`, with activations of that type."""
 
     def place(self, step: Tables) -> Tables:
         """Bring a step's tables from the host to the device, as this backend's operators want them."""

@@ -46,6 +46,7 @@ class NPUBackend(Backend):
 
     name = "npu"
     collective = "hccl"
+    gathers_to_all = True  # torch_npu's gather is an all-gather after two broadcasts of pickled shapes
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
     """What attention accepts."""
 
@@ -60,8 +61,13 @@ class NPUBackend(Backend):
     def open_device(self) -> tuple[int, int]:
         """Make the device ready; the numbers of its cube cores and vector cores."""
         torch_npu.npu.config.allow_internal_format = True  # else `npu_format_cast` leaves weights as they are
+        self.enter_thread()
         limits = torch_npu.npu.get_device_limit(0)
         return limits["cube_core_num"], limits["vector_core_num"]
+
+    def enter_thread(self) -> None:
+        """CANN has a current device for each thread, and none in a new one."""
+        torch_npu.npu.set_device(0)
 
     def device_memory(self) -> tuple[int, int]:
         free, total = torch_npu.npu.mem_get_info()
@@ -75,6 +81,7 @@ class NPUBackend(Backend):
     def reserve(self, limits: StepLimits, dtype: torch.dtype) -> None:
         self._static = StaticTables(table_capacities(limits), self.device, self.copy_event())
         self._dtype = dtype
+        self._lora.compile(limits.max_adapter_pages, dtype, self.device)
 
     def place(self, step: Tables) -> Tables:
         """Cut the step's segments into tiles, send all tables, and look up each row's rotary angles once."""

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ray_lora.backends.lora_blocks import BLOCKS
-from ray_lora.backends.lora_plan import LoraPlan, plan_lora
+from ray_lora.adapter import PAGE_RANK
+from ray_lora.backends.lora_blocks import BLOCKS, PAGE_BOUNDS
+from ray_lora.backends.lora_plan import MIN_CHUNK, LoraPlan, plan_lora
 from ray_lora.backends.triton_lora_kernels import add_lora_decode, add_lora_prefill
 from ray_lora.ops.lora import Segments, check_add_lora
 
@@ -26,6 +27,19 @@ class TritonLora:
         self._blocks = BLOCKS[target]
         self._programs = decode_programs, prefill_programs
         self._slices: dict[tuple[int, ...], Tensor] = {}
+
+    def compile(self, max_adapter_pages: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Launch each kernel that adapters of so many pages can need, once: no step then waits for a compiler.
+
+        Triton compiles anew for types and for what 16 divides, and not for sizes, so small layers do.
+        """
+        for num_pages in (bound + 1 for bound in (0, *PAGE_BOUNDS) if bound < max_adapter_pages):
+            y, x = (torch.zeros(MIN_CHUNK + 1, 32, dtype=dtype, device=device) for _ in range(2))
+            pool_a = torch.zeros(num_pages, 1, PAGE_RANK, 32, dtype=dtype, device=device)
+            tables = (range(MIN_CHUNK + 1), (0, MIN_CHUNK + 1), range(num_pages), (0, num_pages))
+            segments = Segments(*(torch.tensor(values, dtype=torch.int32, device=device) for values in tables))
+            plan = self.plan(segments, (0, MIN_CHUNK, MIN_CHUNK + 1))
+            self.add_lora_(y, x, pool_a, pool_a.view(num_pages, PAGE_RANK, 32), (0, 32), plan)
 
     def plan(self, segments: Segments, query_starts: Sequence[int] | None = None) -> LoraPlan:
         """Cut a step's rows into tiles; see `plan_lora`."""

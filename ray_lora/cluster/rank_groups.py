@@ -27,7 +27,8 @@ def join_ranks(
 
     Every rank makes them in this order. The steps' group is the device's own (`Backend.collective`); what is too late
     there ends the rank, or its connection to the executor (`StepHub`), and so the replica. Loads go from host memory to
-    host memory, over gloo whatever the device: no load has work in the device's queues for a step to wait behind.
+    host memory, over gloo whatever the device: nothing of them is in the device's queues, where a step would wait behind
+    it or overtake it. They cross to the device with the first plan that names them (`AdapterPool.write`).
     """
     size = config.tensor_parallel_size
     os.environ.setdefault("GLOO_SOCKET_IFNAME", _interface_towards(init_method))
@@ -41,7 +42,7 @@ def join_ranks(
     assert step_group is not None
     assert isinstance(adapter_group, dist.ProcessGroup)
     reduce = backend.join_reduce(step_group, rank, size, config.step_timeout_s)
-    return TensorParallel(rank, size, step_group, reduce), adapter_group
+    return TensorParallel(rank, size, step_group, reduce, backend.gathers_to_all), adapter_group
 
 
 def _interface_towards(init_method: str) -> str:

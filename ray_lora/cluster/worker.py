@@ -45,7 +45,7 @@ class Worker:
         """
         config, rank, size = self._config, self._rank, self._config.tensor_parallel_size
         torch.set_num_threads(config.num_rank_threads)
-        backend = make_backend(config.device)
+        backend = self._backend = make_backend(config.device)
         parallel, adapter_group = TensorParallel(), None
         if init_method is not None:
             parallel, adapter_group = join_ranks(config, rank, init_method, backend)
@@ -77,6 +77,7 @@ class Worker:
         if self._step_thread != threading.get_ident():
             self._step_thread = threading.get_ident()
             torch.set_num_threads(self._config.num_rank_threads)  # OpenMP keeps this by thread
+            self._backend.enter_thread()
         return self._runner.execute(plan)
 
     def run_steps(self, invitation: Invitation) -> None:

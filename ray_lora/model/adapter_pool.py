@@ -3,7 +3,7 @@
 Holds tensors, decides nothing; `AdapterManager` hands out the ids.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -72,13 +72,17 @@ class AdapterPool:
             )
 
     def write(self, adapter: AdapterPlan, shard: AdapterShard) -> None:
-        """Put an adapter into its pages and its slot; whatever they held before is gone."""
+        """Put an adapter into its pages and its slot; whatever they held before is gone.
+
+        It crosses to the device in one piece, in the queue of the steps, so that this one finds it there.
+        """
         for version, slot in list(self._unpaged_slots.items()):
             if slot == adapter.slot:
                 self.forget(version)
         if shard.header.unpaged:
             self.unpaged[adapter.version] = UnpagedPart.of(shard, self._served_dtype, self._device)
             self._unpaged_slots[adapter.version] = adapter.slot
+        shard = replace(shard, payload=shard.payload.to(self._device))
         self._write_outputs(adapter.slot, shard)
         pages = adapter.pages
         runs = shard.runs()

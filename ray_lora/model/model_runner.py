@@ -7,6 +7,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from ray_lora.adapter import num_pages
 from ray_lora.adapters.shard import DTYPES, AdapterShard
 from ray_lora.architecture import Architecture, read_architecture
 from ray_lora.backends.base import Backend
@@ -185,6 +186,7 @@ def step_limits(config: EngineConfig, arch: Architecture, info: ModelInfo) -> St
         max_sequences=min(config.max_num_seqs, config.max_num_batched_tokens),
         max_blocks=-(-info.max_model_len // config.block_size),
         max_pages=config.num_lora_pages,
+        max_adapter_pages=min(config.num_lora_pages, num_pages(config.max_lora_rank)),
         max_linears=len(arch.fused_linears),
     )
 

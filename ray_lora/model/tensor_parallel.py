@@ -17,6 +17,8 @@ class TensorParallel:
     group: "dist.ProcessGroup | None" = None
     shared_reduce: Callable[[Tensor], None] | None = None
     """Sums float32 tensors among ranks of one host, faster than the group does."""
+    gathers_to_all: bool = False
+    """Whether `gather_columns` sends to every rank, as a group needs that cannot gather on one."""
 
     def all_reduce_(self, x: Tensor) -> Tensor:
         """Sum over the ranks, in place."""
@@ -37,6 +39,10 @@ class TensorParallel:
         """On rank 0, the ranks' columns side by side, cut to `total`; None elsewhere. All parts have one shape."""
         if self.size == 1:
             return x
-        parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else None
-        dist.gather(x, parts, dst=0, group=self.group)
-        return None if parts is None else torch.cat(parts, dim=1)[:, :total]
+        is_here = self.rank == 0 or self.gathers_to_all
+        parts = [torch.empty_like(x) for _ in range(self.size)] if is_here else None
+        if self.gathers_to_all:
+            dist.all_gather(parts, x, group=self.group)
+        else:
+            dist.gather(x, parts, dst=0, group=self.group)
+        return torch.cat(parts, dim=1)[:, :total] if parts is not None and self.rank == 0 else None

@@ -22,6 +22,8 @@ class StepLimits:
     """KV blocks of one sequence."""
     max_pages: int
     """Pages of all adapters of a step together."""
+    max_adapter_pages: int
+    """Pages of one adapter; 0 without LoRA."""
     max_linears: int
     """Fused linears of a layer, each of which may have segments of its own."""
 

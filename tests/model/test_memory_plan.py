@@ -12,7 +12,7 @@ from ray_lora.backends.base import Backend
 from ray_lora.config import EngineConfig
 from ray_lora.errors import ConfigError
 from ray_lora.model.kv_cache import block_bytes
-from ray_lora.model.memory_plan import page_bytes, weight_bytes
+from ray_lora.model.memory_plan import pool_bytes, weight_bytes
 from ray_lora.model.model_runner import ModelRunner
 from ray_lora.model.tensor_parallel import TensorParallel
 from tests.tiny import make_checkpoint
@@ -55,7 +55,7 @@ def test_weights_and_pages_take_what_is_foreseen(checkpoint: Path) -> None:
     assert weight_bytes(arch, alone, torch.float32) == backend.linear_bytes + embedding + norms
     assert runner._pool is not None
     held = [part for pages in runner._pool.fused.values() for part in (pages.a, pages.b, pages.scale, pages.shift)]
-    assert page_bytes(config, arch, alone, torch.float32) == sum(part.nbytes for part in held)
+    assert pool_bytes(config, arch, alone, torch.float32) == sum(part.nbytes for part in held)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llama"])
@@ -76,7 +76,7 @@ def test_the_kv_cache_has_what_the_stated_part_leaves(checkpoint: Path) -> None:
     total, others = 64 << 20, 8 << 20
     runner = ModelRunner(config, alone, Sized(total - others, total))
     arch = runner.arch
-    fixed = weight_bytes(arch, alone, torch.float32) + page_bytes(config, arch, alone, torch.float32)
+    fixed = weight_bytes(arch, alone, torch.float32) + pool_bytes(config, arch, alone, torch.float32)
     block = block_bytes(arch, 1, config.block_size, torch.float32)
     assert runner.info.num_kv_blocks == (total // 2 - others - fixed) // block
     assert runner.info.num_kv_blocks > 0

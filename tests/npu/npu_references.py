@@ -54,6 +54,9 @@ class NPUOnCPU(NPUBackend):
     def open_device(self) -> tuple[int, int]:
         return 3, 5
 
+    def enter_thread(self) -> None:
+        pass
+
     def device_memory(self) -> None:  # type: ignore[override]
         return None
 

@@ -7,6 +7,7 @@ from typing import Any
 import npu_references
 import pytest
 import torch
+import torch_npu
 from npu_references import NPUOnCPU
 from torch import Tensor
 
@@ -32,7 +33,7 @@ __all__ = [
     "test_rotary_and_cache_equal_the_reference",
 ]
 
-LIMITS = StepLimits(max_tokens=512, max_sequences=16, max_blocks=64, max_pages=8, max_linears=4)
+LIMITS = StepLimits(max_tokens=512, max_sequences=16, max_blocks=64, max_pages=8, max_adapter_pages=0, max_linears=4)
 NONE = torch.zeros(0)
 
 
@@ -89,6 +90,13 @@ def test_every_operator_that_the_backend_names_has_a_schema_and_a_reference() ->
     assert named == registered
     for name in named:
         assert torch._C._jit_get_schemas_for_operator(f"npu::{name}"), name
+
+
+def test_what_the_backend_asks_of_a_device_is_there_to_be_asked() -> None:
+    nodes = [node for node in ast.walk(ast.parse(inspect.getsource(npu))) if isinstance(node, ast.Attribute)]
+    asked = {node.attr for node in nodes if ast.unparse(node.value) == "torch_npu.npu"}
+    assert asked == {"Event", "config", "get_device_limit", "mem_get_info", "set_device"}
+    assert all(hasattr(torch_npu.npu, name) for name in asked)
 
 
 class NPUOnMeta(NPUOnCPU):

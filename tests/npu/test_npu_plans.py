@@ -48,6 +48,7 @@ class NPUTrace(EngineTrace):
                 max_sequences=min(executor.max_num_seqs, executor.max_num_batched_tokens),
                 max_blocks=-(-info.max_model_len // executor.block_size),
                 max_pages=executor.num_lora_pages,
+                max_adapter_pages=0,
                 max_linears=len(LINEARS),
             )
             self.backend = NPUOnCPU()

@@ -76,3 +76,22 @@ def test_a_wrong_shape_is_refused(ops: Any) -> None:
         ops.add_lora_(case.y, case.x[:, :-1], case.pool_a, case.pool_b, case.slices, case.segments)
     with pytest.raises(ValueError, match="must be contiguous"):
         ops.add_lora_(case.y.T.contiguous().T, case.x, case.pool_a, case.pool_b, case.slices, case.segments)
+
+
+@pytest.mark.parametrize("target", BLOCKS)
+@pytest.mark.parametrize("max_adapter_pages", [0, 1, 4, 5])
+def test_every_kernel_that_adapters_can_need_is_launched_once(
+    target: str, max_adapter_pages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels, launched = TritonLora(target, decode_programs=2, prefill_programs=2), list[Any]()
+    add_lora_ = kernels.add_lora_
+
+    def launch(*arguments: Any) -> None:
+        launched.append(arguments[-1])
+        add_lora_(*arguments)
+
+    monkeypatch.setattr(kernels, "add_lora_", launch)
+    kernels.compile(max_adapter_pages, torch.float32, torch.device("cpu"))
+    bounds = [bound for bound in BLOCKS[target].decode if bound < 2 * max_adapter_pages]
+    assert [plan.max_pages for plan in launched] == bounds
+    assert all(plan.num_decode_tiles and plan.num_prefill_tiles for plan in launched)
