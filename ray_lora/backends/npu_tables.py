@@ -13,7 +13,7 @@ from ray_lora.ops.lora import Segments
 from ray_lora.ops.step_tables import StepLimits
 
 ALIGNMENT = 128
-"""int32 entries between the starts of two tables: 512 bytes, what the chip's transfers are aligned to at most."""
+"""Tables start at multiples of so many entries: 512 bytes, the coarsest alignment of the chip's buffers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,8 @@ class NPUAttentionTables(AttentionTables):
 
     query_ends: tuple[int, ...]
     context_lens_host: tuple[int, ...]
-    """`query_starts[1:]` and `context_lens` on the host, for they are arguments and not tensors."""
+    """`query_starts[1:]` and `context_lens` on the host, for they are arguments and not tensors. (In layout TND lengths
+    of keys are running sums too, but not where there is a block table.)"""
     cos: Tensor
     sin: Tensor
     """[1, num_tokens, 1, head_dim] in the type of the activations: each row's angles, for both halves of a head."""

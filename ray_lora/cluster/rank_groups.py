@@ -27,8 +27,8 @@ def join_ranks(
 
     Every rank makes them in this order. The steps' group is the device's own (`Backend.collective`); what is too late
     there ends the rank, or its connection to the executor (`StepHub`), and so the replica. Loads go from host memory to
-    host memory, over gloo whatever the device: nothing of them is in the device's queues, where a step would wait behind
-    it or overtake it. They cross to the device with the first plan that names them (`AdapterPool.write`).
+    host memory, over gloo whatever the device, so that no step waits behind one in the device's queues or overtakes it;
+    an adapter crosses to the device with the first plan that names it (`AdapterPool.write`).
     """
     size = config.tensor_parallel_size
     os.environ.setdefault("GLOO_SOCKET_IFNAME", _interface_towards(init_method))

@@ -51,7 +51,7 @@ def weight_bytes(arch: Architecture, parallel: TensorParallel, dtype: torch.dtyp
         width = part.stop - part.start
         is_column = projection.style == "column"
         layer += width * (projection.in_features if is_column else projection.out_features)
-        if arch.has_bias(projection.name):
+        if arch.has_bias(projection.name) and (is_column or parallel.rank == 0):
             layer += width if is_column else projection.out_features
     _, rows = arch.vocabulary_part(parallel.rank, parallel.size)
     ends = rows * arch.hidden_size * (1 if arch.tie_word_embeddings else 2) + arch.hidden_size

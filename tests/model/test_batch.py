@@ -50,6 +50,20 @@ def make_batch(
     return build_batch(plan, block_size, rotary or make_rotary(), no_prompt_len, fused_modules or {}, {}, {}, CPU)
 
 
+def test_a_placed_batch_has_every_table_on_the_device_and_keeps_the_rest() -> None:
+    plan = StepPlan(1, (sequence(0, [5, 6], 0, [3], 0),), (AdapterPlan("x", (2,), 0),))
+    batch = build_batch(
+        plan, 16, make_rotary(), no_prompt_len, {"x": frozenset([QKV])}, {"x": frozenset([QKV])}, {}, CPU
+    )
+    placed = batch.to(torch.device("meta"))
+    assert placed.unpaged == batch.unpaged == ()
+    tensors = [placed.token_ids, placed.cos, placed.sin]
+    for held in (placed.tables, placed.segments[QKV], placed.outputs[QKV]):
+        tensors += [getattr(held, field.name) for field in fields(held)]
+    assert len(tensors) == 3 + 5 + 4 + 2
+    assert all(tensor.device.type == "meta" for tensor in tensors)
+
+
 def as_lists(segments: Segments) -> tuple[list[int], list[int], list[int], list[int]]:
     return (
         segments.rows.tolist(),

@@ -58,12 +58,13 @@ def test_weights_and_pages_take_what_is_foreseen(checkpoint: Path) -> None:
     assert pool_bytes(config, arch, alone, torch.float32) == sum(part.nbytes for part in held)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "llama"])
+@pytest.mark.parametrize(("family", "biases"), [("qwen2", {}), ("llama", {"attention_bias": True, "mlp_bias": True})])
 @pytest.mark.parametrize("tp_size", [2, 3, 6])
 def test_the_ranks_share_the_weights_and_repeat_only_norms_and_kv_heads(
-    family: str, tp_size: int, tmp_path: Path
+    family: str, biases: dict[str, bool], tp_size: int, tmp_path: Path
 ) -> None:
-    arch = read_architecture(make_checkpoint(tmp_path, family, tie_word_embeddings=True, num_key_value_heads=6))
+    shape = {"tie_word_embeddings": True, "num_key_value_heads": 6, **biases}
+    arch = read_architecture(make_checkpoint(tmp_path, family, **shape))
     parts = [weight_bytes(arch, TensorParallel(rank, tp_size), torch.bfloat16) for rank in range(tp_size)]
     padding = (tp_size * arch.vocabulary_part(0, tp_size)[1] - arch.vocab_size) * arch.hidden_size
     norms = len(arch.norms) * arch.hidden_size
