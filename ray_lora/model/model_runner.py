@@ -132,7 +132,7 @@ class ModelRunner:
                 hidden[rows], self._members(plan.version_of(plan.sequences[index]) for index in sampling)
             )
             if logits is not None:
-                sampled = self._sampler.sample([plan.sequences[index] for index in sampling], logits.cpu())
+                sampled = self._sampler.sample([plan.sequences[index] for index in sampling], logits)
         if self._parallel.rank != 0:
             return None
         return StepResult(plan.step_id, sampled, prompt_logprobs)

@@ -30,6 +30,18 @@ class SamplingState:
         params = self.params
         return params.presence_penalty != 0 or params.frequency_penalty != 0 or params.repetition_penalty != 1
 
+    @property
+    def takes_best(self) -> bool:
+        return self.params.is_greedy or self.params.top_k == 1
+
+    def is_adjusted(self, num_output_tokens: int) -> bool:
+        """Whether `adjust_` would change logits now."""
+        return bool(self.logit_bias) or self.has_penalties or num_output_tokens < self.params.min_tokens
+
+    def wants_best_alone(self, num_output_tokens: int) -> bool:
+        """Whether the next token is the likeliest one and nothing is told of the others."""
+        return self.takes_best and self.params.logprobs is None and not self.is_adjusted(num_output_tokens)
+
     def adjust_(self, logits: Tensor, num_output_tokens: int) -> None:
         """Bias, forbid and penalise, in place, in vLLM's order. logits: [vocab_size] float32."""
         if self.logit_bias:
@@ -72,10 +84,17 @@ class Sampler:
         return self._states[request_id].prompt_token_ids
 
     def sample(self, sequences: list[SequencePlan], logits: Tensor) -> tuple[SampledToken, ...]:
-        """Choose each sequence's next token. logits: [len(sequences), vocab_size] in any float type."""
+        """Choose each sequence's next token. logits: [len(sequences), vocab_size] in any float type, on any device.
+
+        They come to the host only if a sequence wants more than its likeliest token.
+        """
         logits = logits.float()
         best = logits.max(dim=-1)
         finite, argmax = best.values.isfinite().tolist(), best.indices.tolist()
+        if not all(
+            self._states[planned.request_id].wants_best_alone(planned.num_output_tokens) for planned in sequences
+        ):
+            logits = logits.cpu()
         sampled = []
         for row, sequence in enumerate(sequences):
             if not finite[row]:
@@ -91,11 +110,11 @@ class Sampler:
 
     def _choose(self, state: SamplingState, logits: Tensor, argmax: int, num_output_tokens: int) -> int:
         params = state.params
-        if state.logit_bias or state.has_penalties or num_output_tokens < params.min_tokens:
+        if state.is_adjusted(num_output_tokens):
             logits = logits.clone()
             state.adjust_(logits, num_output_tokens)
             argmax = int(logits.argmax())
-        if params.is_greedy or params.top_k == 1:
+        if state.takes_best:
             return argmax
         return draw(logits / params.temperature, params, uniform(state.seed, num_output_tokens))
 

@@ -35,6 +35,52 @@ def sample_one(start: SequenceStart, logits: torch.Tensor, index: int = 0) -> Sa
     return sampled
 
 
+class OnDevice:
+    """Logits that are elsewhere: only `max` works before `cpu`, which is counted, and a row is nothing to compute with."""
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        self._logits = logits
+        self.num_copies = 0
+
+    def float(self) -> "OnDevice":
+        return self
+
+    def max(self, dim: int) -> Any:
+        return self._logits.max(dim=dim)
+
+    def __getitem__(self, row: int) -> None:
+        pass
+
+    def cpu(self) -> torch.Tensor:
+        self.num_copies += 1
+        return self._logits
+
+
+@pytest.mark.parametrize(
+    ("params", "index", "num_copies"),
+    [
+        ({"temperature": 0}, 0, 0),
+        ({"temperature": 1, "top_k": 1}, 0, 0),
+        ({"temperature": 0, "min_tokens": 2}, 2, 0),
+        ({"temperature": 0, "min_tokens": 2}, 1, 1),
+        ({"temperature": 0, "logprobs": 0}, 0, 1),
+        ({"temperature": 0, "logit_bias": {3: 1.0}}, 0, 1),
+        ({"temperature": 0, "presence_penalty": 0.5}, 0, 1),
+        ({"temperature": 1}, 0, 1),
+    ],
+)
+def test_logits_leave_their_device_only_if_more_than_the_best_is_wanted(
+    params: dict[str, Any], index: int, num_copies: int
+) -> None:
+    logits = normal(50, 1).expand(2, -1)
+    sampler, elsewhere = Sampler(), OnDevice(logits)
+    sampler.start(make_start(0, temperature=0))
+    sampler.start(make_start(1, **params))
+    sampled = sampler.sample([make_plan(0), make_plan(1, index)], elsewhere)  # type: ignore[arg-type]
+    assert elsewhere.num_copies == num_copies
+    assert sampled[0].token_id == int(logits[0].argmax())
+
+
 def normal(size: int, seed: int, scale: float = 2.0) -> torch.Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(seed)) * scale
 
