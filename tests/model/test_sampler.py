@@ -36,7 +36,7 @@ def sample_one(start: SequenceStart, logits: torch.Tensor, index: int = 0) -> Sa
 
 
 class OnDevice:
-    """Logits that are elsewhere: only `max` works before `cpu`, which is counted, and a row is nothing to compute with."""
+    """Logits that are elsewhere: before `cpu`, which is counted, only `max` gives numbers."""
 
     def __init__(self, logits: torch.Tensor) -> None:
         self._logits = logits
