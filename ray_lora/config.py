@@ -166,6 +166,11 @@ class EngineConfig(BaseModel):
     def _check(self) -> "EngineConfig":
         if self.distributed_executor_backend == "local" and self.tensor_parallel_size > 1:
             raise ValueError("distributed_executor_backend 'local' keeps one rank; tensor_parallel_size must be 1")
+        for module in self.lora_modules:
+            if module.base_model_name not in (None, self.base_model_name):
+                raise ValueError(
+                    f"lora_modules: {module.name!r} is for {module.base_model_name!r}, not {self.base_model_name!r}"
+                )
         if self.lora_modules and self.max_loras == 0:
             raise ValueError("lora_modules are given but max_loras is 0")
         if self.lora_resolver_dir is not None and self.max_loras == 0:

@@ -13,7 +13,7 @@ from ray_lora.cluster.launch import prepare_cluster
 from ray_lora.config import EngineConfig
 from ray_lora.errors import EngineDeadError, InvalidRequestError
 from ray_lora.request import GenerateRequest, RequestOutput, SamplingParams
-from ray_lora.serve.start import start_engine
+from ray_lora.serve.start import start_alone
 from ray_lora.stats import EngineStats
 
 T = TypeVar("T")
@@ -50,7 +50,7 @@ class LLM:
         self._thread.start()
         self._is_open = True
         try:
-            self._engine = self._run(start_engine(self.config))
+            self._engine = self._run(start_alone(self.config))
         except BaseException:
             self._close_loop()
             raise

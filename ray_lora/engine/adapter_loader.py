@@ -3,11 +3,11 @@
 import asyncio
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from ray_lora.adapter import AdapterInfo, AdapterManifest, AdapterValidation, Refusal
+from ray_lora.adapter import AdapterInfo, AdapterManifest, AdapterValidation, Refusal, StagingTimes
 from ray_lora.config import MAX_FETCHES, EngineConfig, LoRAModule
 from ray_lora.engine.adapter_manager import AdapterManager
 from ray_lora.engine.adapter_resolver import AdapterResolver, Candidate
@@ -25,6 +25,14 @@ from ray_lora.errors import (
 from ray_lora.names import check_adapter_name, url_scheme
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """An adapter that was inspected, and perhaps staged, but has no name yet."""
+
+    manifest: AdapterManifest
+    staged: StagingTimes | None = None
 
 
 class AdapterLoader:
@@ -49,6 +57,8 @@ class AdapterLoader:
         self._resolutions: SharedCalls[None] = SharedCalls()
         self._fetches: SharedCalls[AdapterManifest] = SharedCalls()
         self._fetch_slots = asyncio.Semaphore(MAX_FETCHES)
+        self._prepared: dict[str, Prepared] = {}
+        """By version."""
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def load(
@@ -110,10 +120,26 @@ class AdapterLoader:
             with suppress(AdapterExistsError):  # somebody has loaded it under this name meanwhile
                 await self._resolutions.run(name, partial(self._resolve, name))
 
-    async def recall(self, name: str, candidate: Candidate) -> None:
-        """See `AsyncEngine.recall_adapter`."""
-        if not self._adapters.has_name(name):
-            await self._resolutions.run(name, partial(self._recall, name, candidate))
+    async def inspect(self, path: str) -> AdapterManifest:
+        """See `AsyncEngine.inspect_adapter`."""
+        with self._metrics.counting_failed_loads():
+            manifest = await self._inspect(path)
+        self._prepared[manifest.version] = Prepared(manifest)
+        return manifest
+
+    async def prepare(self, name: str, candidate: Candidate, stages: bool) -> None:
+        """See `AsyncEngine.prepare_adapter`."""
+        with self._metrics.counting_failed_loads():
+            await self._carry_through(self._prepare(name, candidate, stages))
+
+    async def point(self, name: str, candidate: Candidate) -> AdapterInfo:
+        """See `AsyncEngine.point_adapter`."""
+        return await self._carry_through(self._point(name, candidate))
+
+    def abandon(self, version: str) -> None:
+        """See `AsyncEngine.abandon_adapter`."""
+        self._prepared.pop(version, None)
+        self.drop_soon(version)
 
     def drop_soon(self, version: str) -> None:
         """Free a version that neither a name nor a request holds any more."""
@@ -129,12 +155,11 @@ class AdapterLoader:
     ) -> tuple[AdapterInfo, bool]:
         """With `makes_room`, others may leave host memory for it."""
         path = candidate.path
-        manifest = await self._fetch(path) if url_scheme(path) is not None else None
+        manifest = await self._inspect(path) if url_scheme(path) is not None else None
         async with self.host.lock:
             if manifest is None:
                 manifest = await asyncio.to_thread(self._executor.inspect_adapter, path)
-            if candidate.version not in (None, manifest.version):
-                raise NotFoundError(f"{manifest.source} has other content now, {manifest.version}", "lora_path")
+            _of_version(manifest, candidate)
             checked = partial(self._adapters.check_register, name, manifest, load_inplace, expected_version)
             if not await self._call(checked):
                 return self._adapters.info(name), False
@@ -144,8 +169,7 @@ class AdapterLoader:
             else:
                 await self.host.keep(manifest)
                 register = self._adapters.register_cold
-            read = {"fetch": manifest.fetch_s, "parse": manifest.parse_s}
-            await self.host.commit(name, partial(register, name, manifest), read, staged)
+            await self.host.commit(name, partial(register, name, manifest), _read_times(manifest), staged)
             return self._adapters.info(name), True
 
     async def _resolve(self, name: str) -> None:
@@ -156,9 +180,33 @@ class AdapterLoader:
                     await self._load(name, candidate, load_inplace=False)
                 return
 
-    async def _recall(self, name: str, candidate: Candidate) -> None:
-        with self._metrics.counting_failed_loads():
-            await self._load(name, candidate, load_inplace=False, makes_room=False)
+    async def _prepare(self, name: str, candidate: Candidate, stages: bool) -> None:
+        prepared = self._prepared.get(candidate.version or "")
+        if prepared is None:
+            prepared = Prepared(_of_version(await self._inspect(candidate.path), candidate))
+        manifest = prepared.manifest
+        async with self.host.lock:
+            if await self._call(partial(self._adapters.check_register, name, manifest, load_inplace=True)):
+                if stages:
+                    prepared = Prepared(manifest, await self.host.stage(manifest))
+                else:
+                    await self.host.keep(manifest)
+                self._prepared[manifest.version] = prepared
+
+    async def _point(self, name: str, candidate: Candidate) -> AdapterInfo:
+        prepared = self._prepared.pop(candidate.version or "", None)
+        if prepared is None:
+            with self._metrics.counting_failed_loads():
+                info, _ = await self._load(name, candidate, load_inplace=True, makes_room=False)
+            return info
+        manifest = prepared.manifest
+        async with self.host.lock:
+            if await self._call(partial(self._adapters.check_register, name, manifest, load_inplace=True)):
+                await self.host.keep(manifest)
+                is_staged = self.host.holds(manifest.version)
+                register = self._adapters.register if is_staged else self._adapters.register_cold
+                await self.host.commit(name, partial(register, name, manifest), _read_times(manifest), prepared.staged)
+            return self._adapters.info(name)
 
     async def _pin(self, name: str) -> AdapterInfo:
         await self._call(lambda: self._adapters.pin(name))
@@ -174,14 +222,14 @@ class AdapterLoader:
         await self._call(lambda: self._adapters.unpin(name))
         return self._adapters.info(name)
 
-    async def _fetch(self, url: str) -> AdapterManifest:
-        """Inspect a remote adapter, before the lock is taken: other loads do not wait for its download."""
+    async def _inspect(self, path: str) -> AdapterManifest:
+        """Before the lock is taken: other loads do not wait for a download. Who wants the same URL shares it."""
 
         async def inspect() -> AdapterManifest:
             async with self._fetch_slots:
-                return await asyncio.to_thread(self._executor.inspect_adapter, url)
+                return await asyncio.to_thread(self._executor.inspect_adapter, path)
 
-        return await self._fetches.run(url, inspect)
+        return await (inspect() if url_scheme(path) is None else self._fetches.run(path, inspect))
 
     async def _carry_through(self, work: Coroutine[Any, Any, T]) -> T:
         return await asyncio.shield(self._start(work))
@@ -191,3 +239,13 @@ class AdapterLoader:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def _read_times(manifest: AdapterManifest) -> dict[str, float]:
+    return {"fetch": manifest.fetch_s, "parse": manifest.parse_s}
+
+
+def _of_version(manifest: AdapterManifest, candidate: Candidate) -> AdapterManifest:
+    if candidate.version not in (None, manifest.version):
+        raise NotFoundError(f"{manifest.source} has other content now, {manifest.version}", "lora_path")
+    return manifest

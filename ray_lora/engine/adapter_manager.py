@@ -11,15 +11,9 @@ from dataclasses import replace
 
 from ray_lora.adapter import MAX_WEIGHT, MIN_WEIGHT, AdapterInfo, AdapterManifest, Tier
 from ray_lora.engine.adapter_pages import AdapterPages
-from ray_lora.engine.adapter_version import Registration, Version
+from ray_lora.engine.adapter_version import Registration, Version, not_loaded, would_change
 from ray_lora.engine.pin_limits import check_device_room, check_host_room
-from ray_lora.errors import (
-    AdapterExistsError,
-    AdapterRejectedError,
-    InvalidRequestError,
-    NotFoundError,
-    VersionConflictError,
-)
+from ray_lora.errors import AdapterRejectedError, InvalidRequestError
 from ray_lora.step import AdapterPlan
 
 
@@ -112,17 +106,8 @@ class AdapterManager:
         """
         entry = self._names.get(name)
         current = entry.version.manifest.version if entry is not None else None
-        if current == manifest.version:
+        if not would_change(name, current, manifest.version, load_inplace, expected_version):
             return False
-        if expected_version is not None and current != expected_version:
-            points_to = "nothing" if current is None else f"version {current}"
-            raise VersionConflictError(f"'{name}' points to {points_to}, not to {expected_version}", "expected_version")
-        if current is not None and not load_inplace:
-            raise AdapterExistsError(
-                f"The lora adapter '{name}' has already been loaded. "
-                "If you want to load the adapter in place, set 'load_inplace' to True.",
-                "lora_name",
-            )
         if self.pages.num_pages == 0:
             raise AdapterRejectedError("LoRA is off: max_loras is 0", "lora_path")
         if manifest.rank > self.max_rank:
@@ -241,7 +226,7 @@ class AdapterManager:
     def _entry(self, name: str) -> Registration:
         entry = self._names.get(name)
         if entry is None:
-            raise NotFoundError(f"The lora adapter '{name}' cannot be found.", "lora_name")
+            raise not_loaded(name)
         return entry
 
     def _tell_evicted(self, version: Version, tier: Tier) -> None:

@@ -3,7 +3,35 @@
 from dataclasses import dataclass
 
 from ray_lora.adapter import AdapterInfo, AdapterManifest
+from ray_lora.errors import AdapterExistsError, NotFoundError, VersionConflictError
 from ray_lora.step import AdapterPlan
+
+
+def would_change(
+    name: str, current: str | None, version: str, load_inplace: bool, expected_version: str | None
+) -> bool:
+    """Whether a load of `version` changes what `name` points to, which is `current` now.
+
+    Raises:
+        VersionConflictError: that is not `expected_version`.
+        AdapterExistsError: it is other content, and `load_inplace` is not set.
+    """
+    if current == version:
+        return False
+    if expected_version is not None and current != expected_version:
+        points_to = "nothing" if current is None else f"version {current}"
+        raise VersionConflictError(f"'{name}' points to {points_to}, not to {expected_version}", "expected_version")
+    if current is not None and not load_inplace:
+        raise AdapterExistsError(
+            f"The lora adapter '{name}' has already been loaded. "
+            "If you want to load the adapter in place, set 'load_inplace' to True.",
+            "lora_name",
+        )
+    return True
+
+
+def not_loaded(name: str) -> NotFoundError:
+    return NotFoundError(f"The lora adapter '{name}' cannot be found.", "lora_name")
 
 
 @dataclass(slots=True, eq=False)

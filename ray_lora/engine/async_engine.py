@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ray_lora.adapter import AdapterInfo, AdapterValidation, Tier, TierUse
+from ray_lora.adapter import AdapterInfo, AdapterManifest, AdapterValidation, Tier, TierUse
 from ray_lora.config import EngineConfig, LoRAModule
 from ray_lora.engine.adapter_loader import AdapterLoader
 from ray_lora.engine.adapter_resolver import AdapterResolver, Candidate, DirectoryResolver
@@ -127,17 +127,36 @@ class AsyncEngine:
         """Forget a name. Requests on it finish; its memory is freed when the last one has."""
         await self._loader.unload(name)
 
-    async def resolve_adapter(self, name: str) -> None:
-        """Load the adapter of this name if a resolver knows it and it is not registered yet."""
-        await self._loader.resolve(name)
+    async def inspect_adapter(self, path: str) -> AdapterManifest:
+        """Fetch, copy and check an adapter; it then waits to be prepared or abandoned.
 
-    async def recall_adapter(self, name: str, candidate: Candidate) -> None:
-        """Register an adapter that was here before: in host memory if there is room, on disk if not.
+        Raises:
+            InvalidRequestError, NotFoundError, CapacityError: what is wrong with it, naming the field.
+        """
+        return await self._loader.inspect(path)
+
+    async def prepare_adapter(self, name: str, candidate: Candidate, stages: bool) -> None:
+        """Do all of a load that may fail, so that `point_adapter` with the same arguments will not.
+
+        Args:
+            stages: to host memory; else only its files are made ready.
+
+        Raises:
+            InvalidRequestError, NotFoundError, CapacityError: it cannot be had, or not under this name.
+        """
+        await self._loader.prepare(name, candidate, stages)
+
+    async def point_adapter(self, name: str, candidate: Candidate) -> AdapterInfo:
+        """Point a name to a content, whatever it pointed to: one that was prepared, or that was here before.
 
         Raises:
             InvalidRequestError, NotFoundError: its content is lost.
         """
-        await self._loader.recall(name, candidate)
+        return await self._loader.point(name, candidate)
+
+    def abandon_adapter(self, version: str) -> None:
+        """Let go of what was prepared, if no name points to it."""
+        self._loader.abandon(version)
 
     async def load_configured(self, module: LoRAModule) -> None:
         """Load an adapter of `lora_modules`."""

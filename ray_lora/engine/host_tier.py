@@ -91,9 +91,17 @@ class HostTier:
             return False
         return len(self._held) < self._config.max_staged_loras
 
+    def holds(self, version: str) -> bool:
+        """Whether it is in host memory."""
+        return version in self._held
+
     async def keep(self, manifest: AdapterManifest) -> None:
-        """Keep the files of an adapter that stays on disk. Hold the lock."""
-        if manifest.version not in self._on_disk:
+        """Keep the files of an adapter, unless it is in host memory. Hold the lock.
+
+        Raises:
+            AdapterRejectedError: they are gone already.
+        """
+        if manifest.version not in self._held and manifest.version not in self._on_disk:
             await asyncio.to_thread(self._executor.keep_adapter, manifest)
             self._on_disk.add(manifest.version)
 

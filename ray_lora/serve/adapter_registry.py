@@ -1,4 +1,4 @@
-"""What was loaded and set at run time, in a file: a replica that starts again has it again."""
+"""What was loaded and set at run time, in a file: a server that starts again has it again."""
 
 import logging
 import os
@@ -6,10 +6,10 @@ import sqlite3
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from ray_lora.names import without_credentials
+from ray_lora.serve.adapter_entry import AdapterEntry, AdapterSettings
 
 logger = logging.getLogger("ray.serve")
 
@@ -18,29 +18,8 @@ _SETTINGS = "CREATE TABLE IF NOT EXISTS settings (name TEXT PRIMARY KEY, pinned 
 _BUSY_S = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterSettings:
-    """What belongs to a name, wherever its content comes from; None is what was never said."""
-
-    pinned: bool | None = None
-    weight: float | None = None
-    last_used: float | None = None
-    """Seconds since the epoch."""
-
-
-@dataclass(frozen=True, slots=True)
-class RegistryEntry:
-    """A name that was registered: the digest of its content, and where that was loaded from."""
-
-    name: str
-    version: str
-    source: str
-    """Without a URL's credentials."""
-    settings: AdapterSettings = field(default_factory=AdapterSettings)
-
-
 class AdapterRegistry:
-    """A small SQLite database that its owner alone may read. Replicas may share it: all of them write the same.
+    """A small SQLite database that its owner alone may read.
 
     A file that is damaged is set aside, with a complaint in the log, and a new one is begun.
     """
@@ -60,12 +39,15 @@ class AdapterRegistry:
             )
             self._prepare()
 
-    def entries(self) -> list[RegistryEntry]:
+    def entries(self) -> list[AdapterEntry]:
         """All registered names; the pinned ones first, then the most recently used."""
-        return self._select("ORDER BY IFNULL(pinned, 0) DESC, last_used DESC NULLS LAST, adapters.rowid")
-
-    def find(self, name: str) -> RegistryEntry | None:
-        return next(iter(self._select("WHERE name = ?", name)), None)
+        with self._connection() as connection:
+            rows = connection.execute(
+                "SELECT name, version, source, pinned, weight, last_used "
+                "FROM adapters LEFT JOIN settings USING (name) "
+                "ORDER BY IFNULL(pinned, 0) DESC, last_used DESC NULLS LAST, adapters.rowid"
+            ).fetchall()
+        return [AdapterEntry(name, version, source, _settings(*rest)) for name, version, source, *rest in rows]
 
     def settings(self, name: str) -> AdapterSettings:
         """Of any name; the default ones if nothing was said of it."""
@@ -128,15 +110,6 @@ class AdapterRegistry:
                 )
                 connection.execute("DROP TABLE settings_without_weights")
         self.entries()
-
-    def _select(self, which: str, *parameters: str) -> list[RegistryEntry]:
-        with self._connection() as connection:
-            rows = connection.execute(
-                "SELECT name, version, source, pinned, weight, last_used FROM adapters "
-                f"LEFT JOIN settings USING (name) {which}",
-                parameters,
-            ).fetchall()
-        return [RegistryEntry(name, version, source, _settings(*rest)) for name, version, source, *rest in rows]
 
     @contextmanager
     def _connection(self) -> Iterator[sqlite3.Connection]:

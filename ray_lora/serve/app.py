@@ -10,8 +10,9 @@ from ray.serve.exceptions import RayServeException
 
 from ray_lora.config import EngineConfig
 from ray_lora.errors import ConfigError
+from ray_lora.serve.adapter_directory import AdapterDirectory
 from ray_lora.serve.ingress import Ingress
-from ray_lora.serve.replica import EngineStarter, LLMReplica
+from ray_lora.serve.replica import DIRECTORY_NAME, EngineStarter, LLMReplica
 from ray_lora.serve.startup_checks import check_exposure, check_files, is_single_node, resolve_paths
 from ray_lora.serve.startup_failure import end_serve_run
 
@@ -34,6 +35,15 @@ REPLICA: Deployment = serve.deployment(
     request_router_config={"request_router_class": "ray_lora.serve.replica_router:ReplicaRouter"},
 )(LLMReplica)
 
+DIRECTORY: Deployment = serve.deployment(
+    name=DIRECTORY_NAME,
+    max_ongoing_requests=MAX_ONGOING_REQUESTS,
+    graceful_shutdown_wait_loop_s=1,
+    health_check_period_s=5,
+    logging_config={"enable_access_log": False},
+    ray_actor_options={"num_cpus": 0},
+)(AdapterDirectory)
+
 
 def build_app(args: dict[str, Any]) -> Application:
     """The application for the `args` of a Serve config file; see `EngineConfig` for the keys.
@@ -54,14 +64,14 @@ def build_app(args: dict[str, Any]) -> Application:
 
 
 def bind_app(config: EngineConfig, start: EngineStarter | None = None) -> Application:
-    """An ingress in front of replicas.
+    """An ingress in front of replicas, and the directory of their adapters.
 
     Args:
         start: makes a replica's engine, in place of `start_engine`; for tests.
     """
     num_cpus = 0 if config.uses_ray else 1
     replicas = REPLICA.options(ray_actor_options={"num_cpus": num_cpus}).bind(config, start)
-    return INGRESS.bind(config, replicas)
+    return INGRESS.bind(config, replicas, DIRECTORY.bind(config, replicas))
 
 
 def http_host() -> str | None:

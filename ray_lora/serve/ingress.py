@@ -32,11 +32,11 @@ logger = logging.getLogger("ray.serve")
 
 
 class Ingress:
-    """Text in and out; the model itself is behind `replicas`."""
+    """Text in and out; the model itself is behind `replicas`, and which adapters it has is in `directory`."""
 
-    def __init__(self, config: EngineConfig, replicas: DeploymentHandle[Any]) -> None:
+    def __init__(self, config: EngineConfig, replicas: DeploymentHandle[Any], directory: DeploymentHandle[Any]) -> None:
         tokenizer = load_tokenizer(config)
-        self._client = ReplicaClient(replicas, RequestObserver(config, tokenizer.decode))
+        self._client = ReplicaClient(replicas, directory, RequestObserver(config, tokenizer.decode))
         if isinstance(tokenizer, Tokenizer):
             _ = tokenizer.chat_template  # now rather than with the first chat, because it takes a second
         self._served = ServedModel(config, tokenizer, self._client)

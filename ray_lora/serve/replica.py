@@ -2,49 +2,47 @@
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from ray import serve
 
-from ray_lora.adapter import AdapterInfo, AdapterValidation, Tier, TierUse
+from ray_lora.adapter import AdapterInfo, AdapterManifest, AdapterValidation, Tier, TierUse
 from ray_lora.config import EngineConfig
+from ray_lora.engine.adapter_resolver import AdapterResolver
 from ray_lora.errors import EngineDeadError, RayLoraError
 from ray_lora.request import GenerateChunk, GenerateRequest
+from ray_lora.serve.adapter_entry import AdapterEntry, Revision, Snapshot
+from ray_lora.serve.adapter_follower import AdapterEngine, AdapterFollower
 from ray_lora.serve.outbox import Outbox
 from ray_lora.serve.ray_metrics import RayMetrics
+from ray_lora.serve.replica_calls import told
 from ray_lora.stats import EngineStats
 from ray_lora.step import ModelInfo
 
-T = TypeVar("T")
-
+DIRECTORY_NAME = "AdapterDirectory"
 FORGET_S = 60.0
 """An outbox that nobody has come for is dropped after this; its ingress is gone."""
 
 
-class Engine(Protocol):
+class Engine(AdapterEngine, Protocol):
     """What a replica needs; `engine/async_engine.py` has the real one."""
 
     info: ModelInfo
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]: ...
-    async def load_adapter(
-        self, name: str, path: str, load_inplace: bool = False, expected_version: str | None = None
-    ) -> tuple[AdapterInfo, bool]: ...
-    async def unload_adapter(self, name: str) -> None: ...
-    async def pin_adapter(self, name: str, is_pinned: bool = True) -> AdapterInfo: ...
-    async def set_adapter_weight(self, name: str, weight: float) -> AdapterInfo: ...
+    async def inspect_adapter(self, path: str) -> AdapterManifest: ...
+    def abandon_adapter(self, version: str) -> None: ...
     async def validate_adapter(self, path: str, name: str | None = None) -> AdapterValidation: ...
-    def list_adapters(self) -> list[AdapterInfo]: ...
     def adapter_tiers(self) -> dict[Tier, TierUse]: ...
     def stats(self) -> EngineStats: ...
     async def check_health(self) -> None: ...
     async def shutdown(self) -> None: ...
 
 
-EngineStarter = Callable[[EngineConfig], Awaitable[Engine]]
+EngineStarter = Callable[[EngineConfig, Sequence[AdapterResolver]], Awaitable[Engine]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +62,16 @@ class LLMReplica:
             from ray_lora.serve.start import start_engine
 
             start = start_engine
-        self._engine = await start(config)
-        self._id = serve.get_replica_context().replica_id.unique_id
+        context = serve.get_replica_context()
+        self._id = context.replica_id.unique_id
         self._outboxes: dict[str, Outbox] = {}
+        self._follower = AdapterFollower(config, serve.get_deployment_handle(DIRECTORY_NAME, context.app_name))
+        self._engine = await start(config, [self._follower])
+        try:
+            await self._follower.begin(self._engine)
+        except BaseException:
+            await self._engine.shutdown()
+            raise
         self._metrics = RayMetrics(config.base_model_name, self._engine.stats())
         self._publishing = asyncio.create_task(self._metrics.publish_for_ever(self._engine.stats))
 
@@ -77,6 +82,8 @@ class LLMReplica:
         try:
             yield Accepted(self._id, outbox.epoch)
             try:
+                if request.adapter is not None:
+                    await self._follower.ask_about(request.adapter)
                 async with aclosing(self._engine.generate(request)) as chunks:
                     async for chunk in chunks:
                         outbox.put(key, chunk)
@@ -96,22 +103,30 @@ class LLMReplica:
                 async for batch in batches:
                     yield batch
 
-    async def load_adapter(
-        self, name: str, path: str, load_inplace: bool = False, expected_version: str | None = None
-    ) -> tuple[AdapterInfo, bool] | RayLoraError:
-        return await _told(self._engine.load_adapter(name, path, load_inplace, expected_version))
+    async def inspect_adapter(self, path: str) -> tuple[str, AdapterManifest] | RayLoraError:
+        """Fetch and check an adapter, and say who has done it."""
+        found = await told(self._engine.inspect_adapter(path))
+        return found if isinstance(found, RayLoraError) else (self._id, found)
 
-    async def unload_adapter(self, name: str) -> RayLoraError | None:
-        return await _told(self._engine.unload_adapter(name))
+    async def prepare_adapter(self, entry: AdapterEntry, path: str, reader: str) -> RayLoraError | None:
+        """Do all that can fail before an entry is taken. Who has read the adapter stages it; others get its files."""
+        return await told(self._follower.prepare(entry, path, stages=reader == self._id))
 
-    async def pin_adapter(self, name: str, is_pinned: bool) -> AdapterInfo | RayLoraError:
-        return await _told(self._engine.pin_adapter(name, is_pinned))
+    async def abandon_adapter(self, version: str) -> None:
+        """What was prepared is not wanted."""
+        self._engine.abandon_adapter(version)
 
-    async def set_adapter_weight(self, name: str, weight: float) -> AdapterInfo | RayLoraError:
-        return await _told(self._engine.set_adapter_weight(name, weight))
+    async def take_entry(
+        self, name: str, entry: AdapterEntry | None, before: Revision, after: Revision
+    ) -> AdapterInfo | RayLoraError | None:
+        """The directory's order; see `AdapterFollower.take`."""
+        return await told(self._follower.take(name, entry, before, after))
+
+    async def held_adapters(self) -> Snapshot | None:
+        return self._follower.held()
 
     async def validate_adapter(self, path: str, name: str | None) -> AdapterValidation | RayLoraError:
-        return await _told(self._engine.validate_adapter(path, name))
+        return await told(self._engine.validate_adapter(path, name))
 
     async def list_adapters(self) -> list[AdapterInfo]:
         return self._engine.list_adapters()
@@ -142,19 +157,12 @@ class LLMReplica:
         if hasattr(self, "_publishing"):
             self._publishing.cancel()
         if hasattr(self, "_engine"):
+            await self._follower.end()
             await self._engine.shutdown()
 
     def _forget(self, ingress_id: str, outbox: Outbox) -> None:
         if outbox.num_requests == 0 and not outbox.is_open and self._outboxes.get(ingress_id) is outbox:
             del self._outboxes[ingress_id]
-
-
-async def _told(work: Awaitable[T]) -> T | RayLoraError:
-    """Errors are returned, not raised, so that Serve does not log a caller's mistake as a failure."""
-    try:
-        return await work
-    except RayLoraError as error:
-        return error
 
 
 def _set_openmp(config: EngineConfig) -> None:

@@ -1,21 +1,21 @@
-"""The replicas, as the ingress sees them: one model that generates, loads and unloads."""
+"""The replicas and their directory, as the ingress sees them: one model that generates, loads and unloads."""
 
 import asyncio
 import itertools
 import logging
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Coroutine
+from collections.abc import AsyncGenerator, Coroutine
 from typing import Any
 
-from ray.exceptions import RayError, RayTaskError
-from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from ray_lora.adapter import AdapterInfo, AdapterValidation, Tier, TierUse
-from ray_lora.errors import CapacityError, EngineDeadError, RayLoraError
+from ray_lora.errors import EngineDeadError, RayLoraError
 from ray_lora.request import GenerateChunk, GenerateRequest
+from ray_lora.serve.adapter_listing import merged
 from ray_lora.serve.outbox import Item, decode
 from ray_lora.serve.replica import Accepted
+from ray_lora.serve.replica_calls import answer, as_ours, every_answer
 from ray_lora.serve.request_observer import RequestObserver
 from ray_lora.stats import EngineStats
 from ray_lora.step import ModelInfo
@@ -33,11 +33,14 @@ class ReplicaClient:
     cancellation. What a replica has to tell comes through one stream for all of them; see `outbox.py`.
     """
 
-    def __init__(self, handle: DeploymentHandle[Any], observer: RequestObserver) -> None:
-        self._handle = handle
+    def __init__(
+        self, replicas: DeploymentHandle[Any], directory: DeploymentHandle[Any], observer: RequestObserver
+    ) -> None:
+        self._replicas = replicas
+        self._directory = directory
         self._observer = observer
-        self._submit = handle.options(method_name="submit", stream=True)
-        self._outbox = handle.options(method_name="outbox", stream=True)
+        self._submit = replicas.options(method_name="submit", stream=True)
+        self._outbox = replicas.options(method_name="outbox", stream=True)
         self._id = uuid.uuid4().hex
         self._keys = itertools.count()
         self._queues: dict[int, asyncio.Queue[Item]] = {}
@@ -71,28 +74,28 @@ class ReplicaClient:
     async def load_adapter(
         self, name: str, path: str, load_inplace: bool = False, expected_version: str | None = None
     ) -> tuple[AdapterInfo, bool]:
-        results = await self._on_all("load_adapter", name, path, load_inplace, expected_version)
-        return results[0][0], any(changed for _, changed in results)
+        loaded: tuple[AdapterInfo, bool] = await answer(
+            self._directory.load_adapter.remote(name, path, load_inplace, expected_version)
+        )
+        return loaded
 
     async def unload_adapter(self, name: str) -> None:
-        await self._on_all("unload_adapter", name)
+        await answer(self._directory.unload_adapter.remote(name))
 
     async def pin_adapter(self, name: str, is_pinned: bool) -> AdapterInfo:
-        infos: list[AdapterInfo] = await self._on_all("pin_adapter", name, is_pinned)
-        return infos[0]
+        info: AdapterInfo = await answer(self._directory.pin_adapter.remote(name, is_pinned))
+        return info
 
     async def set_adapter_weight(self, name: str, weight: float) -> AdapterInfo:
-        infos: list[AdapterInfo] = await self._on_all("set_adapter_weight", name, weight)
-        return infos[0]
+        info: AdapterInfo = await answer(self._directory.set_adapter_weight.remote(name, weight))
+        return info
 
     async def validate_adapter(self, path: str, name: str | None) -> AdapterValidation:
-        found: AdapterValidation | RayLoraError = await _result(self._handle.validate_adapter.remote(path, name))
-        if isinstance(found, RayLoraError):
-            raise found
+        found: AdapterValidation = await answer(self._replicas.validate_adapter.remote(path, name))
         return found
 
     async def list_adapters(self) -> list[AdapterInfo]:
-        return list(await _result(self._handle.list_adapters.remote()))
+        return merged(await self._on_all("list_adapters"))
 
     async def adapter_tiers(self) -> list[dict[Tier, TierUse]]:
         return await self._on_all("adapter_tiers")
@@ -101,7 +104,7 @@ class ReplicaClient:
         return dict(await self._on_all("stats"))
 
     async def model_info(self) -> ModelInfo:
-        info: ModelInfo = await _result(self._handle.model_info.remote())
+        info: ModelInfo = await answer(self._replicas.model_info.remote())
         return info
 
     async def check_health(self) -> None:
@@ -159,38 +162,10 @@ class ReplicaClient:
 
     async def _on_all(self, method: str, *args: object) -> list[Any]:
         """Call every replica; the first error counts."""
-        try:
-            results = await self._handle.broadcast(method, *args).results_async()
-        except DeploymentUnavailableError:  # says that it failed to deploy, also while it is being deployed
-            results = []
-        except Exception as error:
-            raise as_ours(error) from None
+        results = await every_answer(self._replicas, method, *args)
         if not results:
             raise EngineDeadError("no replica is running: the engine is starting, or could not start")
         for result in results:
             if isinstance(result, RayLoraError):
                 raise result
         return results
-
-
-async def _result(response: Awaitable[Any]) -> Any:
-    try:
-        return await response
-    except Exception as error:
-        raise as_ours(error) from None
-
-
-def as_ours(error: Exception) -> RayLoraError:
-    """What an error of Ray or of Serve means to a caller."""
-    cause = error.cause if isinstance(error, RayTaskError) else error
-    if isinstance(cause, RayLoraError):
-        return cause
-    if isinstance(error, BackPressureError):
-        return CapacityError(str(error))
-    if isinstance(error, (RayError, RayServeException)):
-        return EngineDeadError(f"the replica is not available: {_first_line(cause)}")
-    return RayLoraError(_first_line(cause))
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"

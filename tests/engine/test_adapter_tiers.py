@@ -203,16 +203,16 @@ async def test_a_dry_run_stages_nothing_and_tells_of_the_name() -> None:
 
 
 @in_event_loop
-async def test_an_adapter_that_is_recalled_waits_on_disk_if_host_memory_is_full() -> None:
+async def test_an_adapter_that_was_here_before_waits_on_disk_if_host_memory_is_full() -> None:
     async with serving(max_loras=1, max_cpu_loras=1) as server:
         for name in "ab":
             manifest = make_manifest(name)
             server.executor.sources[manifest.source] = manifest
-            await server.engine.recall_adapter(name, Candidate(manifest.source, name))
+            await server.engine.point_adapter(name, Candidate(manifest.source, name))
         assert [info.tier for info in server.engine.list_adapters()] == ["host", "disk"]
         assert ("keep", "b") in server.executor.calls
         assert (await server.generate(PROMPT, "b")).outputs[0].token_ids == expected("b", PROMPT)
         with pytest.raises(NotFoundError, match="other content now"):
-            await server.engine.recall_adapter("c", Candidate("/adapters/a", "another"))
+            await server.engine.point_adapter("c", Candidate("/adapters/a", "another"))
         await server.engine.unload_adapter("b")
         await until(lambda: ("drop", "b") in server.executor.calls)

@@ -6,12 +6,13 @@ Adapters add a thousand to the first token; what the engine was asked and what w
 import asyncio
 import json
 import os
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from ray_lora.adapter import AdapterInfo, AdapterManifest, AdapterValidation, Refusal, Tier, TierUse
 from ray_lora.config import EngineConfig
+from ray_lora.engine.adapter_resolver import AdapterResolver, Candidate
 from ray_lora.errors import (
     AdapterExistsError,
     AdapterRejectedError,
@@ -75,6 +76,10 @@ class FakeEngine:
         self.cancelled: list[str] = []
         self.num_running = 0
         self.adapters: dict[str, AdapterInfo] = {}
+        self.prepared: dict[str, bool] = {}
+        """By version, whether it was staged."""
+        self.refused: set[str] = set()
+        """Names for which there is no room."""
         self.is_dead = False
         self.is_shut_down = False
 
@@ -136,6 +141,40 @@ class FakeEngine:
             )
         self.adapters[name] = make_info(name, version, path, config["r"])
         return self.adapters[name], True
+
+    async def inspect_adapter(self, path: str) -> AdapterManifest:
+        if not Path(path).is_dir():
+            raise NotFoundError(f"lora_path: {path} does not exist", "lora_path")
+        config = json.loads((Path(path) / "adapter_config.json").read_text())
+        if config.get("use_dora"):
+            raise AdapterRejectedError("use_dora is not supported", "use_dora")
+        return AdapterManifest(f"v{config['r']}", path, path, config["r"], ("self_attn.q_proj",), 900, 500)
+
+    async def prepare_adapter(self, name: str, candidate: Candidate, stages: bool) -> None:
+        manifest = await self.inspect_adapter(candidate.path)
+        if name in self.refused:
+            raise CapacityError(f"no room for {name}")
+        if manifest.version != candidate.version:
+            raise NotFoundError(f"{candidate.path} has other content now, {manifest.version}", "lora_path")
+        self.prepared[manifest.version] = stages
+
+    async def point_adapter(self, name: str, candidate: Candidate) -> AdapterInfo:
+        manifest = await self.inspect_adapter(candidate.path)
+        if manifest.version != candidate.version:
+            raise NotFoundError(f"{candidate.path} has other content now, {manifest.version}", "lora_path")
+        self.prepared.pop(manifest.version, None)
+        before = self.adapters.get(name)
+        info = make_info(name, manifest.version, candidate.path, manifest.rank)
+        if before is not None:
+            info = replace(info, pinned=before.pinned, weight=before.weight)
+        self.adapters[name] = info
+        return self.adapters[name]
+
+    def abandon_adapter(self, version: str) -> None:
+        self.prepared.pop(version, None)
+
+    async def mark_used(self, name: str, at: float) -> None:
+        self.adapters[name] = replace(self.adapters[name], last_used=at)
 
     async def unload_adapter(self, name: str) -> None:
         if self.adapters.pop(name, None) is None:
@@ -224,7 +263,7 @@ class FakeEngine:
         return GenerateChunk(request.request_id, tuple(deltas), tuple(prompt), logprobs, 4, version)
 
 
-async def start_fake(config: EngineConfig) -> FakeEngine:
+async def start_fake(config: EngineConfig, resolvers: Sequence[AdapterResolver] = ()) -> FakeEngine:
     """An `EngineStarter` for real deployments; the environment says how fast it steps."""
     return FakeEngine(config, float(os.environ.get("FAKE_STEP_S", "0.02")))
 

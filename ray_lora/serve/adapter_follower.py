@@ -1,0 +1,248 @@
+"""One replica's side of the directory: its engine has the names that the directory says, each with that content."""
+
+import asyncio
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from ray.serve.handle import DeploymentHandle
+
+from ray_lora.adapter import AdapterInfo
+from ray_lora.config import EngineConfig, LoRAModule
+from ray_lora.engine.adapter_resolver import Candidate
+from ray_lora.engine.shared_calls import SharedCalls
+from ray_lora.errors import ConfigError, EngineDeadError, NotFoundError, RayLoraError
+from ray_lora.serve.adapter_entry import AdapterEntry, Revision, Snapshot
+from ray_lora.serve.replica_calls import answer
+
+logger = logging.getLogger("ray.serve")
+
+SYNC_PERIOD_S = 1.0
+"""How often a replica asks whether it has missed anything."""
+ASK_TIMEOUT_S = 10.0
+"""A directory that died is back within this time; until then a name that nobody here has heard of waits."""
+
+
+class AdapterEngine(Protocol):
+    """What of an engine is needed here; see `AsyncEngine`."""
+
+    async def load_adapter(self, name: str, path: str) -> tuple[AdapterInfo, bool]: ...
+    async def prepare_adapter(self, name: str, candidate: Candidate, stages: bool) -> None: ...
+    async def point_adapter(self, name: str, candidate: Candidate) -> AdapterInfo: ...
+    async def unload_adapter(self, name: str) -> None: ...
+    async def pin_adapter(self, name: str, is_pinned: bool = True) -> AdapterInfo: ...
+    async def set_adapter_weight(self, name: str, weight: float) -> AdapterInfo: ...
+    async def mark_used(self, name: str, at: float) -> None: ...
+    def list_adapters(self) -> list[AdapterInfo]: ...
+
+
+class AdapterFollower:
+    """Made before the engine, for which it is an `AdapterResolver`; all else after `begin`, in one event loop."""
+
+    def __init__(self, config: EngineConfig, directory: DeploymentHandle[Any]) -> None:
+        self._config = config
+        self._directory = directory
+        self._store = Path(config.adapter_store_dir).expanduser()
+        self._configured = {module.name: module for module in config.lora_modules}
+        self._engine: AdapterEngine
+        self._entries: dict[str, AdapterEntry] = {}
+        self._revision: Revision | None = None
+        self._lock = asyncio.Lock()
+        self._num_orders = 0
+        self._told_used: dict[str, float] = {}
+        self._has_served = False
+        self._asking: SharedCalls[AdapterEntry | None] = SharedCalls()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def begin(self, engine: AdapterEngine) -> None:
+        """Take over all names that there are.
+
+        Returns once the configured, the pinned and the most recently used, as many as host memory takes, are on every
+        rank. The others come meanwhile, or with their first request. What cannot be had is left out, and said in the
+        log.
+
+        Raises:
+            ConfigError: an adapter of `lora_modules` cannot be served.
+            EngineDeadError: a rank is gone.
+        """
+        self._engine = engine
+        snapshot = await self._ask_news()
+        assert snapshot is not None, "who has nothing is told everything"
+        self._entries = {entry.name: entry for entry in snapshot.entries}
+        self._revision = snapshot.revision
+        known = [entry for entry in snapshot.entries if entry.version is not None]
+        num_first = self._config.max_staged_loras
+        await self._recall(known[:num_first])
+        for entry in snapshot.entries:
+            if entry.version is None:
+                await self._read_configured(entry)
+        work = (self._recall_the_rest(known[num_first:]), self._follow())
+        self._tasks = [asyncio.create_task(each) for each in work]
+
+    async def end(self) -> None:
+        """Tell once more when each name was last used, if the directory is still there."""
+        for task in self._tasks:
+            task.cancel()
+        with suppress(RayLoraError, TimeoutError):
+            async with asyncio.timeout(SYNC_PERIOD_S):
+                await self._ask_news()
+
+    def find(self, name: str) -> Candidate | None:
+        """For the engine: where to load a name from that is known but not there yet. From any thread."""
+        entry = self._entries.get(name)
+        return None if entry is None else next(self._candidates(entry))
+
+    async def ask_about(self, name: str) -> None:
+        """Before a request: the directory may know a name that is new here; `find` does then."""
+        if not self._has_served:
+            self._has_served = True
+            with suppress(RayLoraError, TimeoutError):  # what happened between `begin` and being reached by others
+                async with asyncio.timeout(ASK_TIMEOUT_S):
+                    await self._sync()
+        if name not in self._entries:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(ASK_TIMEOUT_S):
+                    entry = await self._asking.run(name, lambda: self._resolve(name))
+                if entry is not None:
+                    self._entries.setdefault(name, entry)
+
+    async def prepare(self, entry: AdapterEntry, path: str, stages: bool) -> None:
+        """Do all that can fail before an entry is taken.
+
+        Args:
+            path: where the content comes from, as the caller wrote it.
+            stages: to host memory; else it waits on disk.
+        """
+        copy = self._store / (entry.version or "")
+        source = str(copy) if copy.is_dir() else path
+        await self._engine.prepare_adapter(entry.name, Candidate(source, entry.version), stages)
+
+    async def take(
+        self, name: str, entry: AdapterEntry | None, before: Revision, after: Revision
+    ) -> AdapterInfo | None:
+        """Let a name be what the directory says, whatever it was; None forgets it.
+
+        Raises:
+            RayLoraError: it cannot be had, or not be pinned.
+        """
+        async with self._lock:
+            self._num_orders += 1
+            info = await self._become(name, entry)
+            if self._revision == before:
+                self._revision = after
+            return info
+
+    def held(self) -> Snapshot | None:
+        """All that was heard from the directory."""
+        return None if self._revision is None else Snapshot(self._revision, tuple(self._entries.values()))
+
+    async def _become(self, name: str, entry: AdapterEntry | None) -> AdapterInfo | None:
+        if entry is None:
+            self._entries.pop(name, None)
+            with suppress(NotFoundError):
+                await self._engine.unload_adapter(name)
+            return None
+        self._entries[name] = entry
+        info = await self._point(entry)
+        settings, module = entry.settings, self._configured.get(name, LoRAModule(name=name, path=""))
+        weight = module.weight if settings.weight is None else settings.weight
+        is_pinned = module.pinned if settings.pinned is None else settings.pinned
+        if info.weight != weight:
+            info = await self._engine.set_adapter_weight(name, weight)
+        if info.pinned != is_pinned:
+            info = await self._engine.pin_adapter(name, is_pinned)
+        return info
+
+    async def _point(self, entry: AdapterEntry) -> AdapterInfo:
+        *others, last = self._candidates(entry)
+        for candidate in others:
+            try:
+                return await self._engine.point_adapter(entry.name, candidate)
+            except EngineDeadError:
+                raise
+            except RayLoraError as error:
+                logger.warning("adapter %r cannot be had from %s: %s", entry.name, candidate.path, error)
+        return await self._engine.point_adapter(entry.name, last)
+
+    def _candidates(self, entry: AdapterEntry) -> Iterator[Candidate]:
+        """The store's copy if it is still there; where it came from."""
+        if entry.version is not None and (copy := self._store / entry.version).is_dir():
+            yield Candidate(str(copy), entry.version)
+        yield Candidate(entry.source, entry.version)
+
+    async def _recall(self, entries: Sequence[AdapterEntry]) -> None:
+        for entry in entries:
+            async with self._lock:
+                if self._entries.get(entry.name) is entry:  # nobody has changed it meanwhile
+                    await self._try_to_become(entry)
+
+    async def _try_to_become(self, entry: AdapterEntry) -> None:
+        try:
+            await self._become(entry.name, entry)
+            if entry.settings.last_used is not None:
+                await self._engine.mark_used(entry.name, entry.settings.last_used)
+        except EngineDeadError:
+            raise
+        except RayLoraError as error:
+            logger.error("adapter %r cannot be restored: %s", entry.name, error)
+
+    async def _recall_the_rest(self, entries: Sequence[AdapterEntry]) -> None:
+        with suppress(EngineDeadError):
+            await self._recall(entries)
+
+    async def _read_configured(self, entry: AdapterEntry) -> None:
+        """Nobody has read it yet, unless another replica does at the same time; then the first one counts."""
+        name = entry.name
+        try:
+            info, _ = await self._engine.load_adapter(name, entry.source)
+            version = await answer(self._directory.adopt.remote(name, info.version))
+            await self._become(name, None if version is None else replace(entry, version=version))
+        except RayLoraError as error:
+            raise ConfigError(f"lora_modules: {name!r}: {error}") from error
+
+    async def _follow(self) -> None:
+        while True:
+            await asyncio.sleep(SYNC_PERIOD_S)
+            with suppress(RayLoraError):  # the directory is away, and will be back
+                await self._sync()
+
+    async def _sync(self) -> None:
+        """Take over what the directory has said to others while this replica could not hear it."""
+        num_orders = self._num_orders
+        snapshot = await self._ask_news()
+        async with self._lock:
+            if snapshot is None or num_orders != self._num_orders:  # an order is newer than the news
+                return
+            for name in self._entries.keys() - {entry.name for entry in snapshot.entries}:
+                await self._become(name, None)
+            for entry in _changed(self._entries, snapshot.entries):
+                await self._try_to_become(entry)
+            self._revision = snapshot.revision
+
+    async def _ask_news(self) -> Snapshot | None:
+        used = {}
+        if self._revision is not None:
+            times = {info.name: info.last_used for info in self._engine.list_adapters() if info.last_used is not None}
+            used = {name: at for name, at in times.items() if self._told_used.get(name) != at}
+        snapshot: Snapshot | None = await answer(self._directory.news.remote(self._revision, used))
+        self._told_used |= used
+        return snapshot
+
+    async def _resolve(self, name: str) -> AdapterEntry | None:
+        entry: AdapterEntry | None = await answer(self._directory.resolve.remote(name))
+        return entry
+
+
+def _changed(mine: dict[str, AdapterEntry], theirs: Iterable[AdapterEntry]) -> Iterator[AdapterEntry]:
+    for entry in theirs:
+        known = mine.get(entry.name)
+        if known is None or _lasting(known) != _lasting(entry):
+            yield entry
+
+
+def _lasting(entry: AdapterEntry) -> AdapterEntry:
+    """All but when it was used."""
+    return replace(entry, settings=replace(entry.settings, last_used=None))
