@@ -32,7 +32,10 @@ REPLICA: Deployment = serve.deployment(
     graceful_shutdown_wait_loop_s=1,
     health_check_period_s=5,
     logging_config={"enable_access_log": False},
-    request_router_config={"request_router_class": "ray_lora.serve.replica_router:ReplicaRouter"},
+    request_router_config={
+        "request_router_class": "ray_lora.serve.replica_router:ReplicaRouter",
+        "request_routing_stats_period_s": 1,
+    },
 )(LLMReplica)
 
 DIRECTORY: Deployment = serve.deployment(

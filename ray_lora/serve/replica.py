@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from ray_lora.serve.adapter_follower import AdapterEngine, AdapterFollower
 from ray_lora.serve.outbox import Outbox
 from ray_lora.serve.ray_metrics import RayMetrics
 from ray_lora.serve.replica_calls import told
+from ray_lora.serve.replica_router import RoutingStats
 from ray_lora.stats import EngineStats
 from ray_lora.step import ModelInfo
 
@@ -64,21 +66,26 @@ class LLMReplica:
             start = start_engine
         context = serve.get_replica_context()
         self._id = context.replica_id.unique_id
+        self._config = config
         self._outboxes: dict[str, Outbox] = {}
+        self._under_way: Counter[str | None] = Counter()
+        """Requests by adapter."""
         self._follower = AdapterFollower(config, serve.get_deployment_handle(DIRECTORY_NAME, context.app_name))
-        self._engine = await start(config, [self._follower])
+        engine = await start(config, [self._follower])
         try:
-            await self._follower.begin(self._engine)
+            await self._follower.begin(engine)
         except BaseException:
-            await self._engine.shutdown()
+            await engine.shutdown()
             raise
-        self._metrics = RayMetrics(config.base_model_name, self._engine.stats())
-        self._publishing = asyncio.create_task(self._metrics.publish_for_ever(self._engine.stats))
+        self._engine = engine
+        self._metrics = RayMetrics(config.base_model_name, engine.stats())
+        self._publishing = asyncio.create_task(self._metrics.publish_for_ever(engine.stats))
 
     async def submit(self, request: GenerateRequest, ingress_id: str, key: int) -> AsyncGenerator[Accepted, None]:
         """Run a request; its chunks, end or error go to the ingress's outbox. Cancelling this cancels the request."""
         outbox = self._outboxes.setdefault(ingress_id, Outbox())
         outbox.num_requests += 1
+        self._under_way[request.adapter] += 1
         try:
             yield Accepted(self._id, outbox.epoch)
             try:
@@ -93,6 +100,7 @@ class LLMReplica:
             except RayLoraError as error:
                 outbox.put(key, error)
         finally:
+            self._under_way[request.adapter] -= 1
             outbox.num_requests -= 1
             asyncio.get_running_loop().call_later(FORGET_S, self._forget, ingress_id, outbox)
 
@@ -140,6 +148,19 @@ class LLMReplica:
 
     async def model_info(self) -> ModelInfo:
         return self._engine.info
+
+    async def record_routing_stats(self) -> RoutingStats:
+        """Called by Serve, which tells every router."""
+        tiers: dict[Tier, list[str]] = {"device": [], "host": [], "disk": []}
+        for info in self._engine.list_adapters():
+            tiers[info.tier].append(info.name)
+        return {
+            "max_num_seqs": self._config.max_num_seqs,
+            "kv_cache_usage": round(self._engine.stats().kv_cache_usage, 2),
+            "device": tiers["device"],
+            "host": tiers["host"],
+            "loading": [name for name in tiers["disk"] if self._under_way[name] > 0],
+        }
 
     async def check_health(self) -> None:
         """Called by Serve, which rebuilds a replica that raises."""

@@ -1,21 +1,105 @@
 """Which replica a call goes to."""
 
+import asyncio
 import random
+from collections import Counter, OrderedDict
+from typing import Any, TypedDict, cast
 
-from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from ray_lora.request import GenerateRequest
+from ray_lora.serve.replica_score import Candidate, Place, cost
+
+MAX_HOMES = 1 << 14
+MAX_PREFIXES = 1 << 14
+PREFIX_LEN = 32
+"""Tokens at the start of a prompt by which prompts are taken for alike."""
+
+
+class RoutingStats(TypedDict, total=False):
+    """What a replica tells of itself, about once a second; nothing at first."""
+
+    max_num_seqs: int
+    kv_cache_usage: float
+    device: list[str]
+    """Names of adapters."""
+    host: list[str]
+    loading: list[str]
 
 
 class ReplicaRouter(RequestRouter):
-    """The shorter queue of two, as Serve's own; but an outbox is the one of the replica that was named."""
+    """A request goes where it costs least, see `replica_score`; an outbox is the one of the replica that was named.
+
+    Where an adapter goes is remembered from its first request on, so that a burst for one that is nowhere yet is loaded
+    once, whatever the replicas have told so far.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._homes: OrderedDict[str, ReplicaID] = OrderedDict()
+        self._prefixes: OrderedDict[int, ReplicaID] = OrderedDict()
 
     async def choose_replicas(
         self,
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
+        """Ranks of one replica each, the best first."""
+        await asyncio.sleep(0)  # who was given a replica a moment ago is counted there before the next one chooses
+        args = () if pending_request is None else pending_request.args
         if pending_request is not None and pending_request.metadata.call_method == "outbox":
-            wanted = pending_request.args[0]
-            for replica in candidate_replicas:
-                if replica.replica_id.unique_id == wanted:
-                    return [[replica]]
-        return [random.sample(candidate_replicas, min(2, len(candidate_replicas)))]
+            return [[replica] for replica in candidate_replicas if replica.replica_id.unique_id == args[0]]
+        request = args[0] if args and isinstance(args[0], GenerateRequest) else None
+        if request is None or len(candidate_replicas) == 1:
+            return [random.sample(candidate_replicas, min(2, len(candidate_replicas)))]
+        return [[replica] for replica in self._ranked(candidate_replicas, request)]
+
+    def _ranked(self, replicas: list[RunningReplica], request: GenerateRequest) -> list[RunningReplica]:
+        home = None if request.adapter is None else self._homes.get(request.adapter)
+        if home is not None and home not in self.curr_replicas:
+            home = None
+        places = {replica.replica_id: _place(replica, request.adapter) for replica in replicas}
+        is_new = home is None and set(places.values()) == {"disk"}
+        num_homes = Counter(self._homes.values()) if is_new else Counter()
+        key = _prefix_key(request)
+        prefix = self._prefixes.get(key)
+
+        def candidate(replica: RunningReplica) -> Candidate:
+            stats = cast(RoutingStats, replica.routing_stats)
+            own = replica.replica_id
+            num_ongoing = self.replica_queue_len_cache.get(own) or 0
+            return Candidate(
+                load=num_ongoing / stats.get("max_num_seqs", 64),
+                kv_cache_usage=stats.get("kv_cache_usage", 0.0),
+                place=places[own],
+                is_away=home is not None and home != own,
+                share_of_homes=num_homes[own] / max(1, num_homes.total()),
+                lacks_prefix=prefix is not None and prefix != own,
+            )
+
+        shuffled = random.sample(replicas, len(replicas))
+        ranked = sorted(shuffled, key=lambda replica: cost(candidate(replica)))
+        best = ranked[0].replica_id
+        _remember(self._prefixes, key, best, MAX_PREFIXES)
+        if request.adapter is not None:
+            _remember(self._homes, request.adapter, home or best, MAX_HOMES)
+        return ranked
+
+
+def _place(replica: RunningReplica, adapter: str | None) -> Place | None:
+    if adapter is None:
+        return None
+    places: tuple[Place, ...] = ("device", "host", "loading")
+    return next((place for place in places if adapter in replica.routing_stats.get(place, ())), "disk")
+
+
+def _prefix_key(request: GenerateRequest) -> int:
+    """Alike for requests that may share cached blocks."""
+    return hash((request.adapter, request.key_name, request.cache_salt, tuple(request.prompt[:PREFIX_LEN])))
+
+
+def _remember(memory: "OrderedDict[Any, ReplicaID]", key: Any, replica: ReplicaID, size: int) -> None:
+    memory[key] = replica
+    memory.move_to_end(key)
+    if len(memory) > size:
+        memory.popitem(last=False)

@@ -3,84 +3,60 @@
 import asyncio
 import logging
 import re
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator
 from contextlib import suppress
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from fake_engine import start_fake
+from replica_group import running
 
 from ray_lora.config import EngineConfig
 from ray_lora.errors import RayLoraError
 from ray_lora.request import GenerateRequest, SamplingParams
 from ray_lora.serve import outbox as outbox_module
 from ray_lora.serve import replica as replica_module
-from ray_lora.serve.replica import LLMReplica
 from ray_lora.serve.replica_client import ReplicaClient
-from ray_lora.serve.request_observer import RequestObserver
-
-Replica = type("Replica", (LLMReplica,), {"__del__": lambda self: None})
-"""Serve awaits the replica's own `__del__`; here nobody does."""
 
 
-class DirectHandle:
-    """A deployment handle to one replica in this process, for calls that stream."""
-
-    def __init__(self, replica: LLMReplica, method_name: str = "") -> None:
-        self._replica, self._method = replica, method_name
-
-    def options(self, method_name: str, stream: bool) -> "DirectHandle":
-        assert stream
-        return DirectHandle(self._replica, method_name)
-
-    def remote(self, *args: Any) -> AsyncGenerator[Any, None]:
-        stream: AsyncGenerator[Any, None] = getattr(self._replica, self._method)(*args)
-        return stream
+async def answer(client: ReplicaClient, first: int) -> list[int]:
+    request = GenerateRequest(prompt=[first], sampling_params=SamplingParams(max_tokens=3))
+    async with asyncio.timeout(5):
+        return [token async for chunk in client.generate(request) for token in chunk.outputs[0].token_ids]
 
 
-@pytest.fixture
-def start_client(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Awaitable[ReplicaClient]]:
-    """Makes a replica, and its client."""
-    context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="r1"))
-    monkeypatch.setattr(replica_module.serve, "get_replica_context", lambda: context)
-
-    async def start() -> ReplicaClient:
-        replica: LLMReplica = Replica.__new__(Replica)
-        await Replica.__init__(replica, config, start_fake)
-        return ReplicaClient(DirectHandle(replica), RequestObserver(config, str))  # type: ignore[arg-type]
-
-    return start
-
-
-def test_requests_after_any_pause_are_answered(
-    start_client: Callable[[], Awaitable[ReplicaClient]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_after_any_pause_are_answered(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outbox_module, "IDLE_S", 0.05)
     monkeypatch.setattr(replica_module, "FORGET_S", 0.3)
 
     async def main() -> None:
-        client = await start_client()
-        for pause_s in (0.0, 0.1, 0.6, 0.0, 0.6, 0.28):
-            await asyncio.sleep(pause_s)
-            request = GenerateRequest(prompt=[5, 6], sampling_params=SamplingParams(max_tokens=3))
-            async with asyncio.timeout(5):
-                tokens = [token async for chunk in client.generate(request) for token in chunk.outputs[0].token_ids]
-            assert tokens == [7, 8, 9]
+        async with running(config, 1) as group:
+            for pause_s in (0.0, 0.1, 0.6, 0.0, 0.6, 0.28):
+                await asyncio.sleep(pause_s)
+                assert await answer(group.client, 6) == [7, 8, 9]
 
     asyncio.run(main())
 
 
-def test_every_request_is_told_of_once_it_has_ended(
-    start_client: Callable[[], Awaitable[ReplicaClient]], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_request_is_answered_though_its_outbox_cannot_be_reached(config: EngineConfig) -> None:
+    async def nothing(replica_id: str, ingress_id: str) -> AsyncGenerator[bytes, None]:
+        for batch in ():
+            yield batch
+
     async def main() -> None:
-        client = await start_client()
-        for seed, name in ((0, "done"), (-1, "broken"), (-3, "refused")):
-            params = SamplingParams(max_tokens=5, seed=seed)
-            request = GenerateRequest(prompt=[5, 6], sampling_params=params, request_id=name)
-            with suppress(RayLoraError):
-                _ = [chunk async for chunk in client.generate(request)]
+        async with running(config, 1) as group:
+            group.replicas[0].outbox = nothing
+            assert [await answer(group.client, first) for first in (5, 50)] == [[6, 7, 8], [51, 52, 53]]
+
+    asyncio.run(main())
+
+
+def test_every_request_is_told_of_once_it_has_ended(config: EngineConfig, caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async with running(config, 1) as group:
+            for seed, name in ((0, "done"), (-1, "broken"), (-3, "refused")):
+                params = SamplingParams(max_tokens=5, seed=seed)
+                request = GenerateRequest(prompt=[5, 6], sampling_params=params, request_id=name)
+                with suppress(RayLoraError):
+                    _ = [chunk async for chunk in group.client.generate(request)]
 
     with caplog.at_level(logging.INFO, "ray.serve"):
         asyncio.run(main())
