@@ -17,6 +17,7 @@ QUESTIONS = (
     "adapter_tiers",
     "adapter_churn",
     "adapter_compress",
+    "routing",
 )
 
 

@@ -18,11 +18,14 @@ from ray_lora.serve.startup_failure import end_serve_run
 
 MAX_ONGOING_REQUESTS = 10_000
 """The engine's own queue decides who waits, not Serve's."""
+DRAIN_TIMEOUT_S = 600
+"""A replica that is to stop finishes what it has begun, within this time; only then is it killed."""
 
 INGRESS: Deployment = serve.deployment(
     name="Ingress",
     max_ongoing_requests=MAX_ONGOING_REQUESTS,
     graceful_shutdown_wait_loop_s=1,
+    graceful_shutdown_timeout_s=DRAIN_TIMEOUT_S,
     ray_actor_options={"num_cpus": 0},
 )(serve.ingress()(Ingress))
 
@@ -30,6 +33,7 @@ REPLICA: Deployment = serve.deployment(
     name="LLMReplica",
     max_ongoing_requests=MAX_ONGOING_REQUESTS,
     graceful_shutdown_wait_loop_s=1,
+    graceful_shutdown_timeout_s=DRAIN_TIMEOUT_S,
     health_check_period_s=5,
     logging_config={"enable_access_log": False},
     request_router_config={

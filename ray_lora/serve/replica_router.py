@@ -13,7 +13,7 @@ from ray_lora.serve.replica_score import Candidate, Place, cost
 MAX_HOMES = 1 << 14
 MAX_PREFIXES = 1 << 14
 PREFIX_LEN = 32
-"""Tokens at the start of a prompt by which prompts are taken for alike."""
+"""Tokens at the start of a prompt by which prompts are taken for alike; a shorter prompt is computed anywhere."""
 
 
 class RoutingStats(TypedDict, total=False):
@@ -56,13 +56,15 @@ class ReplicaRouter(RequestRouter):
 
     def _ranked(self, replicas: list[RunningReplica], request: GenerateRequest) -> list[RunningReplica]:
         home = None if request.adapter is None else self._homes.get(request.adapter)
-        if home is not None and home not in self.curr_replicas:
+        if home not in {replica.replica_id for replica in replicas}:
             home = None
         places = {replica.replica_id: _place(replica, request.adapter) for replica in replicas}
+        if home is not None and places[home] == "disk":
+            places[home] = "loading"  # whatever it has told so far: it was sent there
         is_new = home is None and set(places.values()) == {"disk"}
         num_homes = Counter(self._homes.values()) if is_new else Counter()
         key = _prefix_key(request)
-        prefix = self._prefixes.get(key)
+        prefix = None if key is None else self._prefixes.get(key)
 
         def candidate(replica: RunningReplica) -> Candidate:
             stats = cast(RoutingStats, replica.routing_stats)
@@ -80,7 +82,8 @@ class ReplicaRouter(RequestRouter):
         shuffled = random.sample(replicas, len(replicas))
         ranked = sorted(shuffled, key=lambda replica: cost(candidate(replica)))
         best = ranked[0].replica_id
-        _remember(self._prefixes, key, best, MAX_PREFIXES)
+        if key is not None:
+            _remember(self._prefixes, key, best, MAX_PREFIXES)
         if request.adapter is not None:
             _remember(self._homes, request.adapter, home or best, MAX_HOMES)
         return ranked
@@ -93,8 +96,10 @@ def _place(replica: RunningReplica, adapter: str | None) -> Place | None:
     return next((place for place in places if adapter in replica.routing_stats.get(place, ())), "disk")
 
 
-def _prefix_key(request: GenerateRequest) -> int:
-    """Alike for requests that may share cached blocks."""
+def _prefix_key(request: GenerateRequest) -> int | None:
+    """Equal for requests that may share cached blocks."""
+    if len(request.prompt) < PREFIX_LEN:
+        return None
     return hash((request.adapter, request.key_name, request.cache_salt, tuple(request.prompt[:PREFIX_LEN])))
 
 

@@ -9,8 +9,9 @@
 | share of all homes that it has | so that adapters which are nowhere yet are spread evenly |
 | another replica holds its prefix | a saving of prefill, worth less than an adapter |
 
-Leaving home for a replica that must load costs `DISTANCE["disk"] + AWAY`: it happens when home has that much more to
-do, and no longer when it has not.
+Leaving a home that loads an adapter, for a replica that would load it too, costs 1: the burst for a cold adapter goes
+to one replica until that is full. Leaving for one that has it costs half of that, which brings a hot adapter to a
+second replica and back.
 """
 
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from typing import Literal
 Place = Literal["device", "host", "loading", "disk"]
 """Where a replica has an adapter; `loading` is on its way from disk."""
 
-DISTANCE: dict[Place, float] = {"device": 0.0, "host": 0.2, "loading": 0.4, "disk": 0.6}
+DISTANCE: dict[Place, float] = {"device": 0.0, "host": 0.15, "loading": 0.3, "disk": 0.8}
 AWAY = 0.5
 CROWD = 0.5
 PREFIX = 0.25

@@ -1,6 +1,7 @@
 """An engine without a model: token `i` of an answer is `prompt[-1] + 1 + i`, at one step per `step_s`.
 
-Adapters add a thousand to the first token; what the engine was asked and what was cancelled can be read back.
+Adapters add a thousand to the first token, and count their requests as page-ins; what the engine was asked and what was
+cancelled can be read back.
 """
 
 import asyncio
@@ -85,6 +86,9 @@ class FakeEngine:
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
         self.requests.append(request)
+        if request.adapter in self.adapters:
+            info = self.adapters[request.adapter]
+            self.adapters[request.adapter] = replace(info, num_page_ins=info.num_page_ins + 1)
         params = request.sampling_params
         prompt = self.tokenizer.encode(request.prompt) if isinstance(request.prompt, str) else list(request.prompt)
         if request.adapter is not None and request.adapter not in self.adapters:

@@ -93,11 +93,13 @@ def test_the_home_of_an_adapter_may_die(replicas: Replicas) -> None:
 
 def test_base_requests_take_the_shorter_queue_unless_the_prefix_is_near(replicas: Replicas) -> None:
     replicas.under_way(0, 2)
-    assert replicas.send(None, (1, 2, 3)) == 1
+    prompt = tuple(range(40))
+    assert replicas.send(None, prompt) == 1
     replicas.under_way(0, 0)
     replicas.under_way(1, 0)
-    assert {replicas.choose(GenerateRequest(prompt=(1, 2, 3)))[0] for _ in range(20)} == {1}
-    assert {replicas.choose(GenerateRequest(prompt=(number,)))[0] for number in range(50, 70)} == {0, 1}
+    assert {replicas.choose(GenerateRequest(prompt=(*prompt, number)))[0] for number in range(20)} == {1}
+    assert {replicas.choose(GenerateRequest(prompt=(number, *prompt)))[0] for number in range(20)} == {0, 1}
+    assert {replicas.choose(GenerateRequest(prompt=prompt[:10]))[0] for _ in range(20)} == {0, 1}
 
 
 def test_an_outbox_is_the_one_that_was_named(replicas: Replicas) -> None:

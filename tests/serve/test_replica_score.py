@@ -13,10 +13,10 @@ CASES = {
     "resident and half full, or idle": (Candidate(0.5, place="device"), IDLE),
     "resident with a queue, or idle": (IDLE, Candidate(1.5, place="device")),
     "a base request takes the shorter queue": (Candidate(0.2, place=None), Candidate(0.3, place=None)),
-    "a burst stays where it was sent first": (Candidate(0.9), Candidate(0.5, is_away=True)),
+    "a burst stays where it was sent first": (Candidate(0.9, place="loading"), Candidate(0.0, is_away=True)),
     "home is full, so a hot adapter spreads": (
         Candidate(0.2, place="disk", is_away=True),
-        Candidate(1.4, place="device"),
+        Candidate(1.6, place="device"),
     ),
     "home has cooled down, so it comes back": (
         Candidate(0.4, place="device"),
