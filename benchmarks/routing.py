@@ -63,10 +63,12 @@ class MultiplexedReplica(LLMReplica):
     async def note(self, adapter: str) -> str:
         return adapter
 
-    async def submit(self, request: GenerateRequest, ingress_id: str, key: int) -> AsyncGenerator[Accepted, None]:
+    async def submit(
+        self, request: GenerateRequest, ingress_id: str, key: int
+    ) -> AsyncGenerator[Accepted | bytes, None]:
         await self.note(serve.get_multiplexed_model_id())
-        async for accepted in super().submit(request, ingress_id, key):
-            yield accepted
+        async for item in super().submit(request, ingress_id, key):
+            yield item
 
 
 class MultiplexedCall:
@@ -147,6 +149,7 @@ def run(arm: str, directory: Path) -> dict[str, float]:
     )
     adapters = {path.name: str(path) for path in sorted((directory / "adapters").iterdir())}
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
+    serve.start(proxy_location="Disabled")
     try:
         client = start(arm, config)
         return asyncio.run(measure(client, adapters))

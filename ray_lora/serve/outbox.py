@@ -45,6 +45,12 @@ class Outbox:
         self._items.append((key, item))
         self._arrived.set()
 
+    def take(self, key: int) -> bytes:
+        """One request's items alone, for another way to the ingress."""
+        taken = [item for item in self._items if item[0] == key]
+        self._items = [item for item in self._items if item[0] != key]
+        return encode(taken)
+
     async def batches(self) -> AsyncGenerator[bytes, None]:
         """Everything, until there has been no request for a while."""
         self.is_open = True

@@ -21,6 +21,7 @@ from ray_lora.serve.outbox import Outbox
 from ray_lora.serve.ray_metrics import RayMetrics
 from ray_lora.serve.replica_calls import told
 from ray_lora.serve.replica_router import RoutingStats
+from ray_lora.serve.scaling_policy import load
 from ray_lora.stats import EngineStats
 from ray_lora.step import ModelInfo
 
@@ -81,8 +82,14 @@ class LLMReplica:
         self._metrics = RayMetrics(config.base_model_name, engine.stats())
         self._publishing = asyncio.create_task(self._metrics.publish_for_ever(engine.stats))
 
-    async def submit(self, request: GenerateRequest, ingress_id: str, key: int) -> AsyncGenerator[Accepted, None]:
-        """Run a request; its chunks, end or error go to the ingress's outbox. Cancelling this cancels the request."""
+    async def submit(
+        self, request: GenerateRequest, ingress_id: str, key: int
+    ) -> AsyncGenerator[Accepted | bytes, None]:
+        """Run a request; its chunks, end or error go to the ingress's outbox. Cancelling this cancels the request.
+
+        If nobody has opened the outbox, they come here in one batch: Serve routes no new call to a replica that stops,
+        also not that for the outbox of a request that it has just accepted.
+        """
         outbox = self._outboxes.setdefault(ingress_id, Outbox())
         outbox.num_requests += 1
         self._under_way[request.adapter] += 1
@@ -99,6 +106,8 @@ class LLMReplica:
                 outbox.put(key, None)
             except RayLoraError as error:
                 outbox.put(key, error)
+            if not outbox.is_open:
+                yield outbox.take(key)
         finally:
             self._under_way[request.adapter] -= 1
             outbox.num_requests -= 1
@@ -161,6 +170,11 @@ class LLMReplica:
             "host": tiers["host"],
             "loading": [name for name in tiers["disk"] if self._under_way[name] > 0],
         }
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Called by Serve, for `scaling_policy`."""
+        usage = self._engine.stats().kv_cache_usage
+        return {"load": load(self._under_way.total(), self._config.max_num_seqs, usage)}
 
     async def check_health(self) -> None:
         """Called by Serve, which rebuilds a replica that raises."""

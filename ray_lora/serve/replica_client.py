@@ -117,10 +117,13 @@ class ReplicaClient:
             return [str(error)]
         return [reason for answer in answers for reason in answer]
 
-    async def _watch(self, call: DeploymentResponseGenerator[Accepted], key: int) -> None:
+    async def _watch(self, call: DeploymentResponseGenerator[Accepted | bytes], key: int) -> None:
         """Follow a request's own call: where it runs, and whether it breaks."""
         try:
             async for accepted in call:
+                if isinstance(accepted, bytes):
+                    self._tell_all(accepted)
+                    continue
                 if key in self._queues:
                     self._replica_of[key] = accepted.replica_id
                 if self._opened.get(accepted.replica_id, -1) < accepted.epoch:
@@ -133,8 +136,7 @@ class ReplicaClient:
         try:
             batches: Any = self._outbox.remote(replica_id, self._id)
             async for batch in batches:
-                for key, item in decode(batch):
-                    self._tell(key, item)
+                self._tell_all(batch)
         except Exception as error:
             logger.warning("the stream of replica %s broke: %s", replica_id, error)
             self._opened.pop(replica_id, None)
@@ -146,6 +148,10 @@ class ReplicaClient:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+    def _tell_all(self, batch: bytes) -> None:
+        for key, item in decode(batch):
+            self._tell(key, item)
 
     def _tell(self, key: int, item: Item) -> None:
         queue = self._queues.get(key)

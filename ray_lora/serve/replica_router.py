@@ -48,7 +48,8 @@ class ReplicaRouter(RequestRouter):
         await asyncio.sleep(0)  # who was given a replica a moment ago is counted there before the next one chooses
         args = () if pending_request is None else pending_request.args
         if pending_request is not None and pending_request.metadata.call_method == "outbox":
-            return [[replica] for replica in candidate_replicas if replica.replica_id.unique_id == args[0]]
+            named = [replica for replica in candidate_replicas if replica.replica_id.unique_id == args[0]]
+            return [named or candidate_replicas[:1]]  # another one has nothing to tell, and says so
         request = args[0] if args and isinstance(args[0], GenerateRequest) else None
         if request is None or len(candidate_replicas) == 1:
             return [random.sample(candidate_replicas, min(2, len(candidate_replicas)))]

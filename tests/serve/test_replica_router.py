@@ -104,6 +104,8 @@ def test_base_requests_take_the_shorter_queue_unless_the_prefix_is_near(replicas
 
 def test_an_outbox_is_the_one_that_was_named(replicas: Replicas) -> None:
     assert replicas.choose("r1", "ingress", method="outbox") == [1]
+    replicas.keep([0])
+    assert replicas.choose("r1", "ingress", method="outbox") == [0], "it has stopped, and the call must end"
 
 
 def test_replicas_that_have_told_nothing_yet_are_chosen_from(replicas: Replicas) -> None:
