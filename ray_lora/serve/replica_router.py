@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections import Counter, OrderedDict
+from collections.abc import Sequence
 from typing import Any, TypedDict, cast
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
@@ -46,12 +47,12 @@ class ReplicaRouter(RequestRouter):
     ) -> list[list[RunningReplica]]:
         """Ranks of one replica each, the best first."""
         await asyncio.sleep(0)  # who was given a replica a moment ago is counted there before the next one chooses
-        args = () if pending_request is None else pending_request.args
+        args: Sequence[Any] = () if pending_request is None else pending_request.args
         if pending_request is not None and pending_request.metadata.call_method == "outbox":
             named = [replica for replica in candidate_replicas if replica.replica_id.unique_id == args[0]]
             return [named or candidate_replicas[:1]]  # another one has nothing to tell, and says so
         request = args[0] if args and isinstance(args[0], GenerateRequest) else None
-        if request is None or len(candidate_replicas) == 1:
+        if request is None:
             return [random.sample(candidate_replicas, min(2, len(candidate_replicas)))]
         return [[replica] for replica in self._ranked(candidate_replicas, request)]
 

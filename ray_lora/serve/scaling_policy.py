@@ -25,5 +25,5 @@ def load(num_requests: int, max_num_seqs: int, kv_cache_usage: float) -> float:
 
 def scale_by_load(context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
     """As many as bring the load that there was lately to the target. Serve adds the delays and the bounds."""
-    loads = context.aggregated_metrics.get("load", {})
+    loads = (context.aggregated_metrics or {}).get("load", {})
     return sum(loads.values()) / TARGET_LOAD, {}
