@@ -122,9 +122,8 @@ class AdapterDirectory:
                 before = self._entries.get(name)
                 current = None if before is None else before.version
                 if not would_change(name, current, version, load_inplace, expected_version):
-                    return merged([await self._on_all("take_entry", name, before, self._revision, self._revision)])[
-                        0
-                    ], False
+                    infos = await self._on_all("take_entry", name, before, self._revision, self._revision)
+                    return merged([infos])[0], False
                 settings = AdapterSettings() if before is None else before.settings
                 entry = AdapterEntry(name, version, manifest.source, settings)
                 await self._on_all("prepare_adapter", entry, path, reader)
@@ -159,9 +158,8 @@ class AdapterDirectory:
             infos = await self._on_all("take_entry", name, entry, before, after)
             await asyncio.to_thread(save)
         except BaseException:
-            for undone in await every_answer(
-                self._replicas, "take_entry", name, self._entries.get(name), after, before
-            ):
+            known = self._entries.get(name)
+            for undone in await every_answer(self._replicas, "take_entry", name, known, after, before):
                 if isinstance(undone, RayLoraError):
                     logger.error("a change of adapter %r was refused and could not be undone: %s", name, undone)
             raise

@@ -100,7 +100,7 @@ class AdapterFollower:
         if not self._has_served:
             self._has_served = True
             with suppress(RayLoraError, TimeoutError):  # what happened between `begin` and being reached by others
-                async with asyncio.timeout(ASK_TIMEOUT_S):
+                async with asyncio.timeout(SYNC_PERIOD_S):
                     await self._sync()
         if name not in self._entries:
             with suppress(TimeoutError):

@@ -11,7 +11,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 from ray_lora.request import GenerateRequest
 from ray_lora.serve.replica_score import Candidate, Place, cost
 
-MAX_HOMES = 1 << 14
+MAX_HOMES = 1 << 12
 MAX_PREFIXES = 1 << 14
 PREFIX_LEN = 32
 """Tokens at the start of a prompt by which prompts are taken for alike; a shorter prompt is computed anywhere."""
