@@ -29,6 +29,7 @@ from ray_lora.request import GenerateRequest, SamplingParams
 from ray_lora.serve.app import DIRECTORY, REPLICA
 from ray_lora.serve.replica import Accepted, LLMReplica
 from ray_lora.serve.replica_client import ReplicaClient
+from ray_lora.serve.request_observer import RequestObserver
 from tests.tiny import make_checkpoint
 
 ARMS = ("ours", "default", "multiplexed")
@@ -90,7 +91,8 @@ def start(arm: str, config: EngineConfig) -> ReplicaClient:
     if arm == "multiplexed":
         replica = replica.options(func_or_class=MultiplexedReplica)
     serve.run(DIRECTORY.bind(config, replica.bind(config)), name="routing", route_prefix=None)
-    client = ReplicaClient(serve.get_deployment_handle("LLMReplica", "routing"), serve.get_app_handle("routing"))
+    replicas, directory = serve.get_deployment_handle("LLMReplica", "routing"), serve.get_app_handle("routing")
+    client = ReplicaClient(replicas, directory, RequestObserver(config, str))
     if arm == "multiplexed":
         client._submit = MultiplexedCall(client._submit)  # type: ignore[assignment]
     return client

@@ -109,7 +109,7 @@ class LLMReplica:
             if not outbox.is_open:
                 yield outbox.take(key)
         finally:
-            self._under_way[request.adapter] -= 1
+            self._under_way -= Counter([request.adapter])  # which leaves no name behind that has none
             outbox.num_requests -= 1
             asyncio.get_running_loop().call_later(FORGET_S, self._forget, ingress_id, outbox)
 

@@ -106,7 +106,7 @@ def test_a_burst_for_one_adapter_goes_to_one_replica(handle: DeploymentHandle[An
 def test_a_replica_that_stops_finishes_its_streams(handle: DeploymentHandle[Any], config: EngineConfig) -> None:
     streams = [handle.options(stream=True).generate.remote(request(None, 60)) for _ in range(NUM_STREAMS)]
     first = [next(stream) for stream in streams]
-    assert all(stats.num_requests_running > 0 for stats in on_each_replica("stats")), "some are on each"
+    assert all(stats.num_requests_running > 0 for _, stats in on_each_replica("stats")), "some are on each"
     deploy(config, 1)
     tokens = [list(chunk.outputs[0].token_ids) for chunk in first]
     for got, stream in zip(tokens, streams, strict=True):
