@@ -95,7 +95,8 @@ class ReplicaClient:
         return found
 
     async def list_adapters(self) -> list[AdapterInfo]:
-        return merged(await self._on_all("list_adapters"))
+        lists = await every_answer(self._replicas, "list_adapters")
+        return merged(lists or [await answer(self._replicas.list_adapters.remote())])  # which waits for a replica
 
     async def adapter_tiers(self) -> list[dict[Tier, TierUse]]:
         return await self._on_all("adapter_tiers")
