@@ -115,6 +115,17 @@ async def test_a_pin_that_one_replica_refuses_is_none_anywhere(config: EngineCon
 
 
 @in_event_loop
+async def test_a_weight_is_the_same_on_all_also_on_a_late_replica(config: EngineConfig, adapter: MakeAdapter) -> None:
+    async with running(config) as group:
+        await group.client.load_adapter("a", adapter(8))
+        assert (await group.client.set_adapter_weight("a", 4.0)).weight == 4.0
+        await group.start_replica()
+        assert [engine.adapters["a"].weight for engine in group.engines] == [4.0] * 3
+        with pytest.raises(NotFoundError):
+            await group.client.set_adapter_weight("nobody", 2.0)
+
+
+@in_event_loop
 async def test_of_two_writers_who_expect_the_same_version_one_is_told(
     config: EngineConfig, adapter: MakeAdapter
 ) -> None:
