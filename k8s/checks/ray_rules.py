@@ -12,6 +12,7 @@ from ray.autoscaler._private.kuberay.autoscaling_config import _get_ray_resource
 from k8s.checks.manifests import ROOT, Group, Manifests
 from k8s.checks.pod_rules import quantity
 from k8s.checks.serve_config import ServeConfig
+from ray_lora.cluster.ray_tp import device_resources
 
 MAX_NAME_LEN = 47
 UPGRADES = ("NewCluster", "NewClusterWithIncrementalUpgrade", "None")
@@ -79,10 +80,11 @@ def npus(manifests: Manifests, config: ServeConfig) -> Iterator[str]:
     """Kubernetes, `ray start`, Ray's autoscaler and a replica's ranks count the same NPUs."""
     if "placement_group_bundles" in config.deployments.get("LLMReplica", {}):
         yield "placement_group_bundles: the ranks reserve a placement group of their own, so these would be taken twice"
-    ranks = config.engine.tensor_parallel_size if config.engine.device == "npu" else 0
+    engine = config.engine
     for group in manifests.workers:
         counts = {
-            "tensor_parallel_size": ranks,
+            "tensor_parallel_size": engine.tensor_parallel_size if engine.device == "npu" else 0,
+            "the placement group": int(device_resources(engine).get("NPU", 0)) * engine.tensor_parallel_size,
             "the limit": sum(int(quantity(limit)) for name, limit in group.limits.items() if name.startswith(VENDOR)),
         }
         try:

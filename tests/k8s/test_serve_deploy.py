@@ -99,18 +99,17 @@ def test_the_cpu_overlay_serves_the_demo_model_and_its_adapters(
 
 
 @pytest.mark.parametrize(("overlay", "num_replicas"), [("ascend", 1), ("ascend-ha", 2)])
-def test_the_ascend_overlays_place_all_ranks_on_one_node_and_serve(
+def test_the_ascend_overlays_place_a_rank_on_each_npu_and_serve(
     overlay: str, num_replicas: int, build_overlay: Callable[[str], Manifests], run_head: Run, tmp_path: Path
 ) -> None:
-    """All pods of the group are one node here, with the NPUs of all; the model is tiny, and CPUs compute it."""
+    """All pods of the group are one node here, with the NPUs of all; the model is tiny, and no NPU computes it."""
     manifests = build_overlay(overlay)
     (workers,) = manifests.workers
     assert workers.spec["replicas"] == num_replicas
     text = manifests.ray_service["spec"]["serveConfigV2"]
     engine = serve_config.read(text).engine
-    content = yaml.safe_load(text)
-    on_cpus = {"device": "cpu", "dtype": "float32", "num_threads": 1, "kv_cache_memory_bytes": 1 << 23}
-    content["applications"][0]["args"] |= on_cpus
+    content = yaml.safe_load(text.replace(serve_config.IMPORT_PATH, "tests.k8s.npu_stand_in:build_app"))
+    content["applications"][0]["args"] |= {"dtype": "float32", "num_threads": 1, "kv_cache_memory_bytes": 1 << 23}
     checkpoint = make_checkpoint(tmp_path / "model", "llama", **NPU_MODEL)
     adapter = make_adapter(tmp_path / "adapters" / "a", checkpoint, 1)
     prompt = [5, 6, 7, 8]
@@ -133,5 +132,5 @@ def test_the_ascend_overlays_place_all_ranks_on_one_node_and_serve(
     assert len(outcome.placement_groups) == num_replicas
     for group in outcome.placement_groups:
         assert group["state"] == "CREATED"
-        assert len(group["bundles"]) == 8
+        assert [bundle["unit_resources"]["NPU"] for bundle in group["bundles"]] == [1] * 8
         assert len({bundle["node_id"] for bundle in group["bundles"]}) == 1
