@@ -38,6 +38,7 @@ def deploy(config: EngineConfig, num_replicas: int) -> DeploymentHandle[Any]:
 @pytest.fixture(scope="module")
 def handle(config: EngineConfig) -> Iterator[DeploymentHandle[Any]]:
     os.environ["FAKE_STEP_S"] = "0.05"
+    ray.shutdown()  # one that runs already would not pass it on
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
     cloudpickle.register_pickle_by_value(fake_engine)
     serve.start(http_options={"host": "127.0.0.1", "port": PORT})
