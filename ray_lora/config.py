@@ -196,7 +196,7 @@ class EngineConfig(BaseModel):
         """
         unknown = [key for key in args if key not in cls.model_fields]
         if unknown:
-            near = difflib.get_close_matches(unknown[0], cls.model_fields, n=1)
+            near = difflib.get_close_matches(str(unknown[0]), cls.model_fields, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ConfigError(f"unknown key {unknown[0]!r}{hint}")
         try:
@@ -242,7 +242,7 @@ class EngineConfig(BaseModel):
 def first_fault(error: ValidationError) -> str:
     """One line that names the key at fault."""
     first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"])
+    where = repr(".".join(str(part) for part in first["loc"]))[1:-1]  # a mapping's keys may hold anything
     message = first["msg"].removeprefix("Value error, ")
     return f"{where}: {message}" if where else message
 
