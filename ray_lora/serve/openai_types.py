@@ -1,6 +1,7 @@
 """The requests of the HTTP API: OpenAI's fields, vLLM's additions, and what each means to the engine."""
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -147,7 +148,7 @@ class CompletionRequest(SamplingBody):
         """One entry per prompt: text, or token ids.
 
         Raises:
-            InvalidRequestError: there is none.
+            InvalidRequestError: there is none, or a number that is no token id of any model.
         """
         prompt = self.prompt
         if isinstance(prompt, str):
@@ -155,9 +156,11 @@ class CompletionRequest(SamplingBody):
         if not prompt:
             raise InvalidRequestError("prompt must not be empty", "prompt")
         token_ids = [token for token in prompt if isinstance(token, int)]
-        if token_ids:
-            return [token_ids]
-        return [part for part in prompt if not isinstance(part, int)]
+        prompts = [token_ids] if token_ids else [part for part in prompt if not isinstance(part, int)]
+        for token in chain.from_iterable(part for part in prompts if not isinstance(part, str)):
+            if not 0 <= token < 2**31:
+                raise InvalidRequestError(f"prompt has {token}, which is not a token id", "prompt")
+        return prompts
 
     @property
     def wants_only_prompt(self) -> bool:

@@ -26,10 +26,14 @@ def parse_body(model: type[Body], raw: bytes) -> Body:
     """Read one request.
 
     Raises:
-        InvalidRequestError: no JSON object, an unknown field (with the nearest known one), a refused or a bad one.
+        InvalidRequestError: no JSON object in UTF-8, an unknown field (with the nearest known one), a refused or a bad
+            one.
     """
     try:
-        data = json.loads(raw, parse_constant=_refuse_constant)
+        text = raw.decode("utf-8")
+        data = json.loads(text, parse_constant=_refuse_constant)
+        if "\\ud" in text.lower():  # half a character, which only an escape can write
+            json.dumps(data, ensure_ascii=False).encode("utf-8")
     except (ValueError, RecursionError) as error:
         raise InvalidRequestError(f"The body is not valid JSON: {error}") from None
     if not isinstance(data, dict):

@@ -114,10 +114,10 @@ def test_weights_with_another_header_are_read_or_refused(
     check()
 
 
-@pytest.mark.parametrize("field", ["lora_alpha", "layers_to_transform", "base_model_name_or_path", "zzz"])
+@pytest.mark.parametrize("field", ["layers_to_transform", "zzz"])
 def test_no_depth_of_nesting_is_too_much(field: str, reader: AdapterReader, adapter_dir: Path) -> None:
     good = (adapter_dir / CONFIG).read_text()
-    for depth in (10, *range(850, 1000), 100_000):
+    for depth in (*range(880, 990), 100_000):
         (adapter_dir / CONFIG).write_text(good.removesuffix("}") + f', "{field}": {nested(depth)}}}')
         inspect(reader, adapter_dir)
 

@@ -10,6 +10,7 @@ import os
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ray_lora.adapter import AdapterInfo, AdapterManifest, AdapterValidation, Refusal, Tier, TierUse
 from ray_lora.config import EngineConfig
@@ -65,6 +66,14 @@ def make_info(name: str, version: str, source: str, rank: int = 8) -> AdapterInf
     )
 
 
+def read_config(path: str) -> dict[str, Any]:
+    try:
+        config: dict[str, Any] = json.loads((Path(path) / "adapter_config.json").read_text())
+    except (OSError, ValueError):
+        raise NotFoundError(f"lora_path: {path} does not exist", "lora_path") from None
+    return config
+
+
 class FakeEngine:
     """Implements `serve.replica.Engine`."""
 
@@ -95,6 +104,8 @@ class FakeEngine:
             raise NotFoundError(f"The lora adapter '{request.adapter}' cannot be found.", "lora_name")
         if not prompt or len(prompt) >= MAX_MODEL_LEN:
             raise InvalidRequestError(f"This model's maximum context length is {MAX_MODEL_LEN} tokens.", "prompt")
+        if max(prompt) >= VOCAB_SIZE:
+            raise InvalidRequestError(f"prompt has {max(prompt)}, not a token id below {VOCAB_SIZE}.", "prompt")
         if params.seed == -3:
             raise TROUBLE[-3]
         room = MAX_MODEL_LEN - len(prompt)
@@ -126,9 +137,7 @@ class FakeEngine:
     async def load_adapter(
         self, name: str, path: str, load_inplace: bool = False, expected_version: str | None = None
     ) -> tuple[AdapterInfo, bool]:
-        if not Path(path).is_dir():
-            raise NotFoundError(f"lora_path: {path} does not exist", "lora_path")
-        config = json.loads((Path(path) / "adapter_config.json").read_text())
+        config = read_config(path)
         if config.get("use_dora"):
             raise AdapterRejectedError("use_dora is not supported", "use_dora")
         version = f"v{config['r']}"
@@ -199,7 +208,7 @@ class FakeEngine:
         return self.adapters[name]
 
     async def validate_adapter(self, path: str, name: str | None = None) -> AdapterValidation:
-        config = json.loads((Path(path) / "adapter_config.json").read_text())
+        config = read_config(path)
         if config.get("use_dora"):
             return AdapterValidation(None, (Refusal("use_dora is not supported", "use_dora"),))
         taken = (Refusal("the name is taken", "lora_name"),) if name in self.adapters else ()
