@@ -154,9 +154,21 @@ async def _stream(writer: EventWriter, chunks: AsyncGenerator[Numbered, None], t
 
 def body_schema(model: type[BaseModel]) -> dict[str, Any]:
     """The body's schema for `/docs`; the routes read the bytes themselves, for errors in OpenAI's format."""
-    schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
-    schema.pop("$defs", None)
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    schema = model.model_json_schema()
+    definitions = schema.pop("$defs", {})
+    content = {"application/json": {"schema": _without_references(schema, definitions)}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def _without_references(schema: Any, definitions: dict[str, Any]) -> Any:
+    """Models within models spelled out where they stand, for the document has no other place for them."""
+    if isinstance(schema, list):
+        return [_without_references(item, definitions) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if "$ref" in schema:
+        return _without_references(definitions[schema["$ref"].removeprefix("#/$defs/")], definitions)
+    return {key: _without_references(value, definitions) for key, value in schema.items()}
 
 
 def _head(

@@ -156,7 +156,9 @@ class CompletionRequest(SamplingBody):
         if not prompt:
             raise InvalidRequestError("prompt must not be empty", "prompt")
         token_ids = [token for token in prompt if isinstance(token, int)]
-        prompts = [token_ids] if token_ids else [part for part in prompt if not isinstance(part, int)]
+        prompts: list[str | list[int]] = [part for part in prompt if not isinstance(part, int)]
+        if token_ids:
+            prompts = [token_ids]
         for token in chain.from_iterable(part for part in prompts if not isinstance(part, str)):
             if not 0 <= token < 2**31:
                 raise InvalidRequestError(f"prompt has {token}, which is not a token id", "prompt")

@@ -106,8 +106,8 @@ class FakeEngine:
             raise InvalidRequestError(f"This model's maximum context length is {MAX_MODEL_LEN} tokens.", "prompt")
         if max(prompt) >= VOCAB_SIZE:
             raise InvalidRequestError(f"prompt has {max(prompt)}, not a token id below {VOCAB_SIZE}.", "prompt")
-        if params.seed == -3:
-            raise TROUBLE[-3]
+        if isinstance(trouble := TROUBLE.get(params.seed), CapacityError):
+            raise trouble
         room = MAX_MODEL_LEN - len(prompt)
         num_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         first = prompt[-1] + 1 + (1000 if request.adapter else 0)

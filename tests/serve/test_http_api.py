@@ -1,6 +1,7 @@
 """Chat and completions through the real OpenAI client and over plain HTTP."""
 
 import json
+import re
 import time
 from typing import Any
 
@@ -237,6 +238,11 @@ def test_a_final_message_can_be_continued(http: httpx.Client, tokenizer: Tokeniz
 
 
 def test_the_schema_is_documented(http: httpx.Client) -> None:
-    schema = http.get("/openapi.json").json()
-    body = schema["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
-    assert "messages" in body["properties"]
+    answer = http.get("/openapi.json")
+    operation = answer.json()["paths"]["/v1/chat/completions"]["post"]
+    fields = operation["requestBody"]["content"]["application/json"]["schema"]["properties"]
+    assert "messages" in fields
+    assert "include_usage" in fields["stream_options"]["anyOf"][0]["properties"]
+    referred = set(re.findall(r'"\$ref":"#/components/schemas/(\w+)"', answer.text))
+    assert answer.text.count('"$ref"') == answer.text.count('"$ref":"#/components/schemas/')
+    assert referred <= answer.json()["components"]["schemas"].keys()
