@@ -106,11 +106,12 @@ async def measure(model: Path, tp_size: int, directory: Path) -> list[Row]:
         max_loras=4,
         max_lora_rank=16,
         max_cpu_loras=6,
-        lora_modules=adapters,
         adapter_store_dir=str(directory / "store"),
     )
     prepare_cluster(config)
     engine = await start_engine(config)
+    for name, path in adapters.items():
+        await engine.load_adapter(name, path)
     memory = Memory(engine)
     await cancel(engine, list(adapters), memory)
     rows = memory.rows(f"TP {tp_size}: 10,000 requests, two in five cut short", NUM_REQUESTS)

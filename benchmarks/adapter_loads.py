@@ -126,11 +126,11 @@ async def measure(model: Path, tp_size: int, directory: Path) -> list[Row]:
         tensor_parallel_size=tp_size,
         enable_prefix_caching=False,
         max_model_len=1024,
-        lora_modules={"adapter0": first},
         adapter_store_dir=str(directory / "store"),
     )
     prepare_cluster(config)
     engine = await start_engine(config)
+    await engine.load_adapter("adapter0", first)
     try:
         await decode(engine, 20)
         rows = await disturbance(engine, others, tp_size)

@@ -65,7 +65,7 @@ async def start(directory: Path, num_adapters: int, num_device: int, num_host: i
     file = Path(path) / "adapter_model.safetensors"
     tensors = load_file(file)
     changed = next(iter(tensors.values()))
-    for number in range(num_adapters):
+    for number in reversed(range(num_adapters)):  # so that the lowest numbers, the most wanted, are the latest
         changed.view(-1)[0] = number  # a content of its own
         save_file(tensors, file)
         await engine.load_adapter(str(number), path)

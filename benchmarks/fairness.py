@@ -53,9 +53,10 @@ async def flood(engine: AsyncEngine, rng: random.Random) -> list[float]:
 
 
 async def measure(store: str) -> tuple[list[float], list[float], list[float]]:
-    modules = {name: str(ADAPTERS / name) for name in (FLOODED, OTHER)}
-    config = EngineConfig.parse({"model": str(MODEL), "lora_modules": modules, "adapter_store_dir": store, **LIMITS})
+    config = EngineConfig.parse({"model": str(MODEL), "adapter_store_dir": store, **LIMITS})
     engine = await start_engine(config)
+    for name in (FLOODED, OTHER):
+        await engine.load_adapter(name, str(ADAPTERS / name))
     rng = random.Random(0)
     try:
         await ask_now_and_then(engine, rng, asyncio.Event(), 2)
