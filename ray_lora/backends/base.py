@@ -45,6 +45,8 @@ class Backend:
     """torch.distributed's name for the library that joins the ranks."""
     gathers_to_all = False
     """Whether that library lacks a gather to one rank."""
+    mixes_dtypes = True
+    """Whether `add_lora_` takes pages of another type than the activations."""
 
     def __init__(self, device: str = "cpu") -> None:
         self.device = torch.device(device)

@@ -47,6 +47,7 @@ class NPUBackend(Backend):
     name = "npu"
     collective = "hccl"
     gathers_to_all = True  # torch_npu's gather is an all-gather after two broadcasts of pickled shapes
+    mixes_dtypes = False
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
     """What attention accepts."""
 

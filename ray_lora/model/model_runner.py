@@ -39,6 +39,10 @@ class ModelRunner:
         dtype = resolve_dtype(config.dtype, arch, backend)
         self.arch = arch
         self.adapter_dtype = dtype if config.lora_dtype == "auto" else DTYPES[config.lora_dtype]
+        if self.adapter_dtype != dtype and not backend.mixes_dtypes:
+            raise ConfigError(
+                f"lora_dtype {config.lora_dtype}: on {backend.name} it must be that of the model, {dtype}"
+            )
         kv_bytes = kv_cache_bytes(config, arch, parallel, dtype, self.adapter_dtype, backend)
         self.info = model_info(config, arch, parallel.size, dtype, self.adapter_dtype, kv_bytes)
         self._parallel = parallel

@@ -94,3 +94,11 @@ def test_what_does_not_fit_is_refused_before_it_is_loaded(checkpoint: Path) -> N
     with pytest.raises(ConfigError, match=r"gpu_memory_utilization 0\.9: of 4194304 bytes 2097152 are in use"):
         ModelRunner(make_config(checkpoint), TensorParallel(), backend)
     assert backend.linear_bytes == 0
+
+
+def test_pages_of_another_type_are_refused_where_the_kernel_takes_none(checkpoint: Path) -> None:
+    backend = Sized(GIB, GIB)
+    backend.mixes_dtypes = False
+    config = make_config(checkpoint, lora_dtype="bfloat16", kv_cache_memory_bytes=1 << 22)
+    with pytest.raises(ConfigError, match="lora_dtype bfloat16: on reference it must be that of the model"):
+        ModelRunner(config, TensorParallel(), backend)
