@@ -251,6 +251,7 @@ class AdapterManager:
     def _stage(self, version: Version) -> None:
         version.num_stagings += not version.is_staged
         version.is_staged = True
+        self._touch(version)  # whoever waits for it must not find it gone again
 
     def _touch(self, version: Version) -> None:
         self._clock += 1

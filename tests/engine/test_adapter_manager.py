@@ -256,6 +256,15 @@ def test_the_least_recently_used_without_requests_leaves_host_memory() -> None:
     assert adapters.take_idle("bc") == "c", "the dead go first"
 
 
+def test_what_has_just_come_to_host_memory_is_not_the_next_to_leave() -> None:
+    adapters = make_manager()
+    for name in "abc":
+        registered(adapters, name)
+    assert adapters.take_idle("abc") == "a"
+    adapters.mark_staged("a")
+    assert adapters.take_idle("abc") == "b"
+
+
 def test_an_unknown_name_is_not_found() -> None:
     adapters = make_manager()
     for call in (adapters.get, adapters.info, adapters.unregister):
