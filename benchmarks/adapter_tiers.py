@@ -66,7 +66,7 @@ async def start(directory: Path, num_adapters: int, num_device: int, num_host: i
     tensors = load_file(file)
     changed = next(iter(tensors.values()))
     for number in reversed(range(num_adapters)):  # so that the lowest numbers, the most wanted, are the latest
-        changed.view(-1)[0] = number  # a content of its own
+        changed.view(-1)[0], changed.view(-1)[1] = divmod(number, 128)  # a content of its own, also in bfloat16
         save_file(tensors, file)
         await engine.load_adapter(str(number), path)
     return engine
