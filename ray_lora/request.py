@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ray_lora.errors import InvalidRequestError
+from ray_lora.structured_outputs import StructuredOutputsParams
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -51,6 +52,8 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     """Added to the logits of these token ids, each within [-100, 100]."""
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputsParams | None = None
+    """What the text must match. It ends with the grammar, so neither `min_tokens` nor `ignore_eos` goes with it."""
 
     def __post_init__(self) -> None:
         for name in ("n", "top_k", "seed", "min_tokens", "max_tokens", "logprobs", "prompt_logprobs"):
@@ -76,6 +79,9 @@ class SamplingParams:
         for token_id, bias in (self.logit_bias or {}).items():
             _require(isinstance(token_id, int) and token_id >= 0, "logit_bias", token_id, "a mapping of token ids")
             _require(-100 <= bias <= 100, "logit_bias", bias, "in [-100, 100]")
+        if self.structured_outputs is not None:
+            _require(self.min_tokens == 0, "min_tokens", self.min_tokens, "0 with structured outputs")
+            _require(not self.ignore_eos, "ignore_eos", self.ignore_eos, "false with structured outputs")
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

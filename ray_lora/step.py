@@ -42,6 +42,8 @@ class SequencePlan(NamedTuple):
     """Tokens sampled before this step; the index of the one sampled now."""
     prompt_logprobs: bool = False
     """Whether the logprobs of the prompt tokens that follow each position of this chunk are wanted."""
+    allowed: bytes | None = None
+    """The tokens that may be sampled, for bit `i % 8` of byte `i // 8` is token `i`; None for all."""
 
 
 @dataclass(frozen=True, slots=True)

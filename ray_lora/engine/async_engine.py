@@ -4,10 +4,9 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
 
 from ray_lora.adapter import AdapterInfo, AdapterManifest, AdapterValidation, Tier, TierUse
 from ray_lora.config import EngineConfig, LoRAModule
@@ -17,15 +16,14 @@ from ray_lora.engine.completion import RequestGroup, Tokenizer
 from ray_lora.engine.deadlines import Deadlines
 from ray_lora.engine.engine_core import EngineCore, Event
 from ray_lora.engine.executor import Executor
+from ray_lora.engine.grammar import Grammar
+from ray_lora.engine.mailbox import Mailbox
 from ray_lora.errors import EngineDeadError, RayLoraError
 from ray_lora.request import GenerateChunk, GenerateRequest
 from ray_lora.stats import EngineStats
 from ray_lora.step import ModelInfo
 
-T = TypeVar("T")
 Stream = asyncio.Queue[GenerateChunk | RayLoraError]
-Message = tuple[Callable[[], None], Callable[[BaseException], None]]
-"""What to run between two steps, and whom to tell if the engine has died first."""
 
 HEARTBEAT_S = 1.0
 """An engine without work lets the ranks meet this often."""
@@ -57,14 +55,14 @@ class AsyncEngine:
         self._executor = executor
         self._core = EngineCore(config, executor, tokenizer)
         self._loop = asyncio.get_running_loop()
-        self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-        self._inbox_lock = threading.Lock()
+        self._mailbox = Mailbox(self._loop)
         self._streams: dict[RequestGroup, Stream] = {}
-        self._dead: EngineDeadError | None = None
         if config.lora_resolver_dir is not None:
             directory = DirectoryResolver(Path(config.lora_resolver_dir), config.base_model_name)
             resolvers = (*resolvers, directory)
-        self._loader = AdapterLoader(config, executor, self._core.adapters, self._call, resolvers, self._core.metrics)
+        self._loader = AdapterLoader(
+            config, executor, self._core.adapters, self._mailbox.call, resolvers, self._core.metrics
+        )
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -85,10 +83,12 @@ class AsyncEngine:
         deadlines = Deadlines(self.config)
         try:
             async with deadlines.while_waiting():
+                grammar = await self._compile_grammar(request)
                 while group is None:
                     if request.adapter is not None:
                         await self._loader.make_ready(request.adapter)
-                    adding = asyncio.ensure_future(self._call(lambda: self._add(request, stream, arrived_at)))
+                    add = partial(self._add, request, stream, arrived_at, grammar)
+                    adding = asyncio.ensure_future(self._mailbox.call(add))
                     group = await asyncio.shield(adding)
             deadlines.watch(group, stream)
             while num_unfinished:
@@ -103,7 +103,7 @@ class AsyncEngine:
                 if adding is not None:
                     adding.add_done_callback(self._cancel_added)
             elif num_unfinished:
-                self._post(partial(self._cancel, group))
+                self._mailbox.post(partial(self._cancel, group))
 
     async def load_adapter(
         self, name: str, path: str, load_inplace: bool = False, expected_version: str | None = None
@@ -164,7 +164,7 @@ class AsyncEngine:
 
     async def mark_used(self, name: str, at: float) -> None:
         """Tell when a request last came for this name, in seconds since the epoch."""
-        await self._call(lambda: self._core.adapters.mark_used(name, at))
+        await self._mailbox.call(partial(self._core.adapters.mark_used, name, at))
 
     async def pin_adapter(self, name: str, is_pinned: bool = True) -> AdapterInfo:
         """Bring an adapter to host memory and keep it there, and on the device from its next request on; or no longer.
@@ -202,50 +202,37 @@ class AsyncEngine:
 
         That it computes is seen from its steps, and without work from its heartbeats.
         """
-        if self._dead is None:
+        if self._mailbox.error is None:
             await asyncio.to_thread(self._executor.check_health)
-        if self._dead is not None:
-            raise self._dead
+        if self._mailbox.error is not None:
+            raise self._mailbox.error
         age = time.monotonic() - self._core.last_step_at
         if age > OVERDUE_S and not self._core.has_work:
             raise EngineDeadError(f"no step has gone through every rank for {age:.0f} s")
 
     async def shutdown(self) -> None:
         """End every request and let go of the ranks."""
-        self._inbox.put(None)
+        self._mailbox.stop()
         await asyncio.to_thread(self._thread.join)
         await asyncio.to_thread(self._executor.shutdown)
 
-    async def _call(self, function: Callable[[], T]) -> T:
-        """Run a function in the engine's thread, between two steps."""
-        future: asyncio.Future[T] = self._loop.create_future()
+    async def _compile_grammar(self, request: GenerateRequest) -> Grammar | None:
+        """In a thread of its own, for it may take longer than a step."""
+        if request.sampling_params.structured_outputs is None:
+            return None
+        try:
+            return await asyncio.to_thread(self._core.compile_grammar, request.sampling_params.structured_outputs)
+        except RayLoraError as error:
+            await self._mailbox.call(partial(self._core.metrics.refused, request.adapter, error))
+            raise
 
-        def run() -> None:
-            try:
-                value = function()
-            except BaseException as error:
-                fail(error)
-            else:
-                self._loop.call_soon_threadsafe(_tell, future, future.set_result, value)
-
-        def fail(error: BaseException) -> None:
-            self._loop.call_soon_threadsafe(_tell, future, future.set_exception, error)
-
-        self._post(run, fail)
-        return await future
-
-    def _post(self, run: Callable[[], None], fail: Callable[[BaseException], None] = lambda _: None) -> None:
-        with self._inbox_lock:
-            if self._dead is None:
-                self._inbox.put((run, fail))
-            else:
-                fail(self._dead)
-
-    def _add(self, request: GenerateRequest, stream: Stream, arrived_at: float) -> RequestGroup | None:
+    def _add(
+        self, request: GenerateRequest, stream: Stream, arrived_at: float, grammar: Grammar | None
+    ) -> RequestGroup | None:
         """None if the adapter has left host memory since it was made ready."""
         if request.adapter is not None and self._core.adapters.find_cold(request.adapter) is not None:
             return None
-        group = self._core.add(request, arrived_at)
+        group = self._core.add(request, arrived_at, grammar)
         self._streams[group] = stream
         return group
 
@@ -256,12 +243,12 @@ class AsyncEngine:
     def _cancel_added(self, adding: "asyncio.Future[RequestGroup | None]") -> None:
         """The caller left while its request was being added."""
         if not adding.cancelled() and adding.exception() is None and (group := adding.result()) is not None:
-            self._post(partial(self._cancel, group))
+            self._mailbox.post(partial(self._cancel, group))
 
     def _run(self) -> None:
         """The engine's thread."""
         try:
-            while self._drain_inbox():
+            while self._run_messages():
                 events = self._core.step()
                 dead = self._core.adapters.take_dead()
                 finished = {group: self._streams.pop(group) for group, _ in events if group.finished}
@@ -275,23 +262,20 @@ class AsyncEngine:
             self._die(EngineDeadError(f"the engine failed: {type(error).__name__}: {error}"))
             raise
 
-    def _drain_inbox(self) -> bool:
+    def _run_messages(self) -> bool:
         """Run what has arrived, waiting for something if there is no work; false to stop."""
         while True:
+            next_beat_in = max(0.0, self._core.last_step_at + HEARTBEAT_S - time.monotonic())
             try:
-                patience = max(0.0, self._core.last_step_at + HEARTBEAT_S - time.monotonic())
-                message = self._inbox.get(block=not self._core.has_work, timeout=patience)
+                if not self._mailbox.run_next(None if self._core.has_work else next_beat_in):
+                    return False
             except queue.Empty:
                 if self._core.has_work:
                     return True
                 self._core.heartbeat()
-                continue
-            if message is None:
-                return False
-            run, _ = message
-            run()
-            if self._inbox.empty():
-                return True
+            else:
+                if self._mailbox.is_empty:
+                    return True
 
     def _deliver(self, streams: list[Stream], events: list[Event], dead: list[str]) -> None:
         for stream, (_, item) in zip(streams, events, strict=True):
@@ -302,16 +286,6 @@ class AsyncEngine:
     def _die(self, error: EngineDeadError) -> None:
         """End every stream and every waiting call with the error."""
         streams, self._streams = list(self._streams.values()), {}
-        with self._inbox_lock:
-            self._dead = error
-            while not self._inbox.empty():
-                message = self._inbox.get()
-                if message is not None:
-                    message[1](error)
+        self._mailbox.close(error)
         for stream in streams:
             self._loop.call_soon_threadsafe(stream.put_nowait, error)
-
-
-def _tell(future: "asyncio.Future[Any]", tell: Callable[[T], None], what: T) -> None:
-    if not future.done():
-        tell(what)

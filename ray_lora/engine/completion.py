@@ -3,12 +3,14 @@
 from collections.abc import Sequence
 from typing import Protocol
 
+from ray_lora.engine.grammar import Grammar
 from ray_lora.engine.sequence_state import SequenceState
 from ray_lora.engine.stop_strings import StopStrings
 from ray_lora.engine.timeline import Timeline
 from ray_lora.request import CompletionDelta, GenerateChunk, GenerateRequest, Logprob, LogprobsDict, RequestMetrics
 from ray_lora.stats import AdapterStats
 from ray_lora.step import TokenLogprobs
+from ray_lora.structured_outputs import StructuredOutputsParams
 
 
 class IncrementalDetokenizer(Protocol):
@@ -25,6 +27,8 @@ class Tokenizer(Protocol):
     def token_text(self, token_id: int) -> str: ...
 
     def detokenizer(self, skip_special_tokens: bool, prompt_token_ids: Sequence[int]) -> IncrementalDetokenizer: ...
+
+    def grammar(self, wanted: StructuredOutputsParams, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Grammar: ...
 
 
 class Completion:

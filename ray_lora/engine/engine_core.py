@@ -14,12 +14,14 @@ from ray_lora.engine.block_manager import BlockManager
 from ray_lora.engine.completion import Completion, RequestGroup, Tokenizer, request_metrics
 from ray_lora.engine.engine_metrics import EngineMetrics
 from ray_lora.engine.executor import Executor
+from ray_lora.engine.grammar import Grammar
 from ray_lora.engine.scheduler import NewToken, Scheduler
 from ray_lora.engine.sequence_state import SequenceState
 from ray_lora.errors import InvalidRequestError, NumericsError, RayLoraError
 from ray_lora.request import CompletionDelta, GenerateChunk, GenerateRequest
 from ray_lora.stats import EngineStats
 from ray_lora.step import HEARTBEAT, StepPlan, StepResult
+from ray_lora.structured_outputs import StructuredOutputsParams
 
 Event = tuple[RequestGroup, GenerateChunk | RayLoraError]
 """What a step has to tell a request: a chunk, or the error that ended it."""
@@ -63,18 +65,33 @@ class EngineCore:
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
-    def add(self, request: GenerateRequest, arrived_at: float | None = None) -> RequestGroup:
+    def compile_grammar(self, wanted: StructuredOutputsParams) -> Grammar:
+        """Safe to call from another thread than the engine's.
+
+        Raises:
+            InvalidRequestError: it is no grammar, or one that cannot be kept to.
+        """
+        if not self.info.eos_token_ids:
+            raise InvalidRequestError(
+                "structured_outputs needs a model with an end-of-sequence token", "structured_outputs"
+            )
+        return self.tokenizer.grammar(wanted, self.info.vocab_size, self.info.eos_token_ids)
+
+    def add(
+        self, request: GenerateRequest, arrived_at: float | None = None, grammar: Grammar | None = None
+    ) -> RequestGroup:
         """Accept a request.
 
         Args:
             arrived_at: when it came, by `time.monotonic`, if not just now.
+            grammar: of its structured outputs, if it asks for any.
 
         Raises:
             InvalidRequestError: the prompt is empty, too long or no prompt, or a parameter does not fit the model.
             NotFoundError: no adapter of that name.
         """
         try:
-            group = self._accept(request)
+            group = self._accept(request, grammar)
         except RayLoraError as error:
             self.metrics.refused(request.adapter, error)
             raise
@@ -87,7 +104,7 @@ class EngineCore:
             self.scheduler.add(completion.sequence)
         return group
 
-    def _accept(self, request: GenerateRequest) -> RequestGroup:
+    def _accept(self, request: GenerateRequest, grammar: Grammar | None) -> RequestGroup:
         adapter = self.adapters.get(request.adapter) if request.adapter is not None else None
         prompt = request.prompt
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
@@ -99,7 +116,7 @@ class EngineCore:
         params = request.sampling_params
         completions = []
         for index in range(params.n):
-            sequence = self._sequence(request, token_ids, index, adapter)
+            sequence = self._sequence(request, token_ids, index, adapter, grammar)
             completions.append(Completion(index, sequence, self.tokenizer))
         return RequestGroup(request, completions, self.tokenizer, self.metrics.of(request.adapter))
 
@@ -128,6 +145,10 @@ class EngineCore:
                 errors[group] = NumericsError(news.sampled.error)
             else:
                 deltas[group].append(self._push(group, completion, news, now))
+                try:
+                    news.sequence.follow_grammar()
+                except InvalidRequestError as error:
+                    errors[group] = error
         for group in errors:
             self.cancel(group, "error")
         events: list[Event] = [(group, group.chunk(found)) for group, found in deltas.items() if group not in errors]
@@ -184,7 +205,12 @@ class EngineCore:
         return delta
 
     def _sequence(
-        self, request: GenerateRequest, token_ids: list[int], index: int, adapter: Version | None
+        self,
+        request: GenerateRequest,
+        token_ids: list[int],
+        index: int,
+        adapter: Version | None,
+        grammar: Grammar | None,
     ) -> SequenceState:
         params = request.sampling_params
         seed = self._random.getrandbits(63) if params.seed is None else params.seed + index
@@ -206,6 +232,7 @@ class EngineCore:
             request.cache_salt,
             request.adapter,
             request.priority,
+            grammar.copy() if grammar is not None else None,
         )
 
     def _check(self, request: GenerateRequest, token_ids: list[int]) -> None:

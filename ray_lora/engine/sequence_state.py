@@ -2,6 +2,7 @@
 
 from ray_lora.engine.adapter_version import Version
 from ray_lora.engine.block_manager import root_key
+from ray_lora.engine.grammar import Grammar
 from ray_lora.request import FinishReason, SamplingParams
 from ray_lora.step import TokenLogprobs
 
@@ -19,6 +20,7 @@ class SequenceState:
         "block_ids",
         "block_keys",
         "finish_reason",
+        "grammar",
         "num_cached_tokens",
         "num_charged_tokens",
         "num_computed_tokens",
@@ -47,6 +49,7 @@ class SequenceState:
         cache_salt: str | None = None,
         adapter_name: str | None = None,
         priority: int = 0,
+        grammar: Grammar | None = None,
     ) -> None:
         self.request_id = request_id
         self.token_ids = list(prompt_token_ids)
@@ -58,6 +61,8 @@ class SequenceState:
         self.adapter_name = adapter_name
         """The name that it came under, which may point to another version by now."""
         self.priority = priority
+        self.grammar = grammar
+        """What it must match, if anything, as far as its tokens have come in it."""
         self.root_key = root_key(self.adapter_version, key_name, cache_salt)
         """Start of its chain of block keys."""
         self.num_computed_tokens = 0
@@ -93,3 +98,12 @@ class SequenceState:
     @property
     def adapter_version(self) -> str | None:
         return None if self.adapter is None else self.adapter.manifest.version
+
+    def follow_grammar(self) -> None:
+        """Go on in its grammar after the last token.
+
+        Raises:
+            InvalidRequestError: the grammar is too complex to go on.
+        """
+        if self.grammar is not None and self.finish_reason is None:
+            self.grammar.accept(self.token_ids[-1])

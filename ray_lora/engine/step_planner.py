@@ -43,13 +43,15 @@ def _start(sequence: SequenceState) -> SequenceStart:
 def _plan_sequence(sequence: SequenceState, num_tokens: int, adapter: int) -> SequencePlan:
     start = sequence.num_computed_tokens
     stop = start + num_tokens
+    sample = stop == sequence.num_tokens
     return SequencePlan(
         request_id=sequence.request_id,
         token_ids=tuple(sequence.token_ids[start:stop]),
         start=start,
         block_ids=tuple(sequence.block_ids),
         adapter=adapter,
-        sample=stop == sequence.num_tokens,
+        sample=sample,
         num_output_tokens=sequence.num_output_tokens,
         prompt_logprobs=sequence.sampling_params.prompt_logprobs is not None and start < sequence.num_prompt_tokens,
+        allowed=sequence.grammar.allowed if sample and sequence.grammar is not None else None,
     )

@@ -4,6 +4,7 @@ import hashlib
 import struct
 from collections import Counter
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,19 +35,26 @@ class SamplingState:
     def takes_best(self) -> bool:
         return self.params.is_greedy or self.params.top_k == 1
 
-    def is_adjusted(self, num_output_tokens: int) -> bool:
+    def is_adjusted(self, planned: SequencePlan) -> bool:
         """Whether `adjust_` would change logits now."""
-        return bool(self.logit_bias) or self.has_penalties or num_output_tokens < self.params.min_tokens
+        return (
+            planned.allowed is not None
+            or bool(self.logit_bias)
+            or self.has_penalties
+            or planned.num_output_tokens < self.params.min_tokens
+        )
 
-    def wants_best_alone(self, num_output_tokens: int) -> bool:
+    def wants_best_alone(self, planned: SequencePlan) -> bool:
         """Whether the next token is the likeliest one and nothing is told of the others."""
-        return self.takes_best and self.params.logprobs is None and not self.is_adjusted(num_output_tokens)
+        return self.takes_best and self.params.logprobs is None and not self.is_adjusted(planned)
 
-    def adjust_(self, logits: Tensor, num_output_tokens: int) -> None:
-        """Bias, forbid and penalise, in place, in vLLM's order. logits: [vocab_size] float32."""
+    def adjust_(self, logits: Tensor, planned: SequencePlan) -> None:
+        """Forbid, bias and penalise, in place, in vLLM's order. logits: [vocab_size] float32."""
+        if planned.allowed is not None:
+            forbid_(logits, planned.allowed)
         if self.logit_bias:
             logits[torch.tensor(list(self.logit_bias))] += torch.tensor(list(self.logit_bias.values()))
-        if num_output_tokens < self.params.min_tokens and self.stop_token_ids:
+        if planned.num_output_tokens < self.params.min_tokens and self.stop_token_ids:
             logits[torch.tensor(self.stop_token_ids)] = float("-inf")
         if self.has_penalties:
             self._penalise_(logits)
@@ -91,9 +99,7 @@ class Sampler:
         logits = logits.float()
         best = logits.max(dim=-1)
         finite, argmax = best.values.isfinite().tolist(), best.indices.tolist()
-        if not all(
-            self._states[planned.request_id].wants_best_alone(planned.num_output_tokens) for planned in sequences
-        ):
+        if not all(self._states[planned.request_id].wants_best_alone(planned) for planned in sequences):
             logits = logits.cpu()
         sampled = []
         for row, sequence in enumerate(sequences):
@@ -101,22 +107,28 @@ class Sampler:
                 sampled.append(SampledToken(sequence.request_id, -1, error="the model's logits are not finite"))
                 continue
             state = self._states[sequence.request_id]
-            token_id = self._choose(state, logits[row], argmax[row], sequence.num_output_tokens)
+            token_id = self._choose(state, logits[row], argmax[row], sequence)
             state.output_counts[token_id] += 1
             wanted = state.params.logprobs
             entry = None if wanted is None else token_logprobs(logits[row], token_id, wanted)
             sampled.append(SampledToken(sequence.request_id, token_id, entry))
         return tuple(sampled)
 
-    def _choose(self, state: SamplingState, logits: Tensor, argmax: int, num_output_tokens: int) -> int:
+    def _choose(self, state: SamplingState, logits: Tensor, argmax: int, planned: SequencePlan) -> int:
         params = state.params
-        if state.is_adjusted(num_output_tokens):
+        if state.is_adjusted(planned):
             logits = logits.clone()
-            state.adjust_(logits, num_output_tokens)
+            state.adjust_(logits, planned)
             argmax = int(logits.argmax())
         if state.takes_best:
             return argmax
-        return draw(logits / params.temperature, params, uniform(state.seed, num_output_tokens))
+        return draw(logits / params.temperature, params, uniform(state.seed, planned.num_output_tokens))
+
+
+def forbid_(logits: Tensor, allowed: bytes) -> None:
+    """Leave only the tokens whose bits are set; see `SequencePlan.allowed`. logits: [vocab_size] float32."""
+    bits = np.unpackbits(np.frombuffer(allowed, np.uint8), count=len(logits), bitorder="little")
+    logits.masked_fill_(torch.from_numpy(bits == 0), float("-inf"))
 
 
 def uniform(seed: int, index: int) -> float:

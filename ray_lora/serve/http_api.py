@@ -184,7 +184,10 @@ def _traced(requests: list[GenerateRequest], request: Request, served: ServedMod
 
 
 def _translator(body: ChatCompletionRequest | CompletionRequest, prompt_field: str) -> Translate:
-    return lambda error: in_callers_words(error, body.model, prompt_field)
+    spelling = {"prompt": prompt_field}
+    if body.response_format is not None:
+        spelling["structured_outputs"] = "response_format"
+    return lambda error: in_callers_words(error, body.model, spelling)
 
 
 def _version_header(version: str | None) -> dict[str, str]:

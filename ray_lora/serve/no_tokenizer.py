@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from ray_lora.errors import InvalidRequestError
+from ray_lora.structured_outputs import StructuredOutputsParams
 
 
 class NoTokenizer:
@@ -40,6 +41,9 @@ class NoTokenizer:
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         _refuse("messages", "use /v1/completions with token ids")
+
+    def grammar(self, wanted: StructuredOutputsParams, vocab_size: int, eos_token_ids: tuple[int, ...]) -> NoReturn:
+        _refuse("structured_outputs", "without one there is no text to keep to a grammar")
 
 
 def _refuse(param: str, remedy: str) -> NoReturn:

@@ -12,6 +12,7 @@ from ray_lora.request import SamplingParams
 from ray_lora.serve.chat_messages import parse_messages
 from ray_lora.serve.refused_fields import CHAT, COMPLETION, LOAD_LORA, UNLOAD_LORA, Values
 from ray_lora.serve.request_body import RequestBody
+from ray_lora.serve.structured_fields import ResponseFormat, structured_outputs
 
 
 class StreamOptions(RequestBody):
@@ -44,6 +45,9 @@ class SamplingBody(RequestBody):
     logit_bias: dict[str, float] | None = None
     skip_special_tokens: bool | None = None
     prompt_logprobs: int | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: dict[str, Any] | None = None
+    """vLLM's: what the text must match; see `StructuredOutputsParams`."""
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     request_id: str | None = Field(default=None, max_length=200)
@@ -77,6 +81,7 @@ class SamplingBody(RequestBody):
             if name in type(self).model_fields and (value := getattr(self, name)) is not None
         }
         shared.pop("logprobs", None)
+        shared["structured_outputs"] = structured_outputs(self.structured_outputs, self.response_format)
         if self.logit_bias is not None:
             shared["logit_bias"] = _logit_bias(self.logit_bias)
         try:

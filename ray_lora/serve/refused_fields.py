@@ -23,8 +23,6 @@ COMMON: dict[str, Values] = {
     "truncation_side": (None,),
     "allowed_token_ids": (None,),
     "bad_words": (None, []),
-    "response_format": (None, {"type": "text"}),
-    "structured_outputs": (None,),
     "guided_json": (None,),
     "guided_regex": (None,),
     "guided_choice": (None,),
@@ -67,6 +65,13 @@ MESSAGE: dict[str, Values] = {
     "reasoning": (None,),
     "reasoning_content": (None,),
     "weight": (None, 1),
+}
+
+STRUCTURED_OUTPUTS: dict[str, Values] = {
+    "disable_fallback": (None, False, True),
+    "disable_additional_properties": (None, False),
+    "whitespace_pattern": (None,),
+    "structural_tag": (None,),
 }
 
 LOAD_LORA: dict[str, Values] = {"is_3d_lora_weight": (None, False), "base_model_name": (None,)}

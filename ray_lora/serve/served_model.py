@@ -193,10 +193,14 @@ def make_request_id(prefix: str, given: str | None) -> str:
     return f"{prefix}-{given or uuid.uuid4().hex}"
 
 
-def in_callers_words(error: RayLoraError, model: str | None, prompt_field: str) -> RayLoraError:
-    """The engine's error with the names that the HTTP request used."""
+def in_callers_words(error: RayLoraError, model: str | None, spelling: Mapping[str, str]) -> RayLoraError:
+    """The engine's error with the names that the HTTP request used.
+
+    Args:
+        spelling: the caller's name for a field that has another one in the engine.
+    """
     if isinstance(error, NotFoundError):
         return model_not_found(model or "")
-    if isinstance(error, InvalidRequestError) and error.param == "prompt":
-        return InvalidRequestError(str(error), prompt_field)
+    if isinstance(error, InvalidRequestError) and error.param is not None and error.param in spelling:
+        return InvalidRequestError(str(error), spelling[error.param])
     return error

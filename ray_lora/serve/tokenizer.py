@@ -14,9 +14,11 @@ from tokenizers.decoders import DecodeStream
 
 from ray_lora.errors import ConfigError
 from ray_lora.serve.token_bytes import TokenBytes
+from ray_lora.structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from ray_lora.serve.chat_template import ChatTemplate
+    from ray_lora.serve.token_grammar import GrammarCompiler, TokenGrammar
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -55,6 +57,7 @@ class Tokenizer:
         self._tokenizer.add_special_tokens([*self.special_tokens.values(), *(_content(token) for token in extra)])
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self._token_bytes = TokenBytes(self._tokenizer)
+        self._grammar_compiler = lru_cache(maxsize=1)(self._make_grammar_compiler)
         self.token_text = lru_cache(maxsize=1 << 16)(self._token_text)
 
     @cached_property
@@ -102,6 +105,12 @@ class Tokenizer:
         """Decode tokens that follow a prompt as they come."""
         return IncrementalDetokenizer(self._tokenizer, skip_special_tokens, prompt_token_ids)
 
+    def grammar(
+        self, wanted: StructuredOutputsParams, vocab_size: int, eos_token_ids: tuple[int, ...]
+    ) -> "TokenGrammar":
+        """What keeps a completion to the structure that is wanted; see `GrammarCompiler`."""
+        return self._grammar_compiler(vocab_size, eos_token_ids).compile(wanted)
+
     def token_bytes(self, token_id: int) -> bytes:
         """What one token stands for, which may be part of a character."""
         return self._token_bytes[token_id]
@@ -109,6 +118,11 @@ class Tokenizer:
     def token_string(self, token_id: int) -> str:
         """The token as the vocabulary spells it, e.g. `Ġthe`."""
         return self._tokenizer.id_to_token(token_id) or ""
+
+    def _make_grammar_compiler(self, vocab_size: int, eos_token_ids: tuple[int, ...]) -> "GrammarCompiler":
+        from ray_lora.serve.token_grammar import GrammarCompiler
+
+        return GrammarCompiler(self._tokenizer.to_str(), vocab_size, eos_token_ids)
 
     def _token_text(self, token_id: int) -> str:
         """One token as text; part of a character is U+FFFD."""

@@ -17,6 +17,7 @@ from fake_executor import (
 from ray_lora.config import EngineConfig
 from ray_lora.engine.completion import RequestGroup
 from ray_lora.engine.engine_core import EngineCore
+from ray_lora.engine.grammar import Grammar
 from ray_lora.errors import RayLoraError
 from ray_lora.request import GenerateRequest, RequestOutput, SamplingParams
 from ray_lora.step import ModelInfo
@@ -84,6 +85,7 @@ class CoreDriver:
         key_name: str | None = None,
         cache_salt: str | None = None,
         priority: int = 0,
+        grammar: Grammar | None = None,
         **params: Any,
     ) -> RequestGroup:
         """Greedy, if not asked for otherwise."""
@@ -96,7 +98,7 @@ class CoreDriver:
             cache_salt=cache_salt,
             priority=priority,
         )
-        group = self.core.add(request)
+        group = self.core.add(request, grammar=grammar)
         self.outputs[group] = RequestOutput(group.request.request_id, None)
         self._settle()
         return group

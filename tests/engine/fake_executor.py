@@ -13,7 +13,7 @@ from functools import cache
 from zlib import crc32
 
 from ray_lora.adapter import AdapterManifest, AdapterValidation, Refusal, StagingTimes, num_pages
-from ray_lora.errors import AdapterRejectedError, EngineDeadError, NotFoundError
+from ray_lora.errors import AdapterRejectedError, EngineDeadError, InvalidRequestError, NotFoundError
 from ray_lora.request import SamplingParams
 from ray_lora.step import (
     ModelInfo,
@@ -24,6 +24,7 @@ from ray_lora.step import (
     StepResult,
     TokenLogprobs,
 )
+from ray_lora.structured_outputs import StructuredOutputsParams
 
 VOCAB_SIZE = 64
 POISON = 63
@@ -283,6 +284,8 @@ class FakeExecutor:
             return SampledToken(sequence.request_id, -1, error="the model's logits are not finite")
         start, params = request.start, request.start.sampling_params
         token_id = sample_from(kv, params, start.seed, start.stop_token_ids, sequence.num_output_tokens)
+        while sequence.allowed is not None and not sequence.allowed[token_id // 8] >> token_id % 8 & 1:
+            token_id = (token_id + 1) % POISON
         request.token_ids.append(token_id)
         entry = None if params.logprobs is None else logprobs_of(kv, token_id, params.logprobs)
         return SampledToken(sequence.request_id, token_id, entry)
@@ -313,6 +316,38 @@ class FakeTokenizer:
 
     def detokenizer(self, skip_special_tokens: bool, prompt_token_ids: Sequence[int]) -> "FakeDetokenizer":
         return FakeDetokenizer()
+
+    def grammar(
+        self, wanted: StructuredOutputsParams, vocab_size: int, eos_token_ids: tuple[int, ...]
+    ) -> "FakeGrammar":
+        """A choice between words."""
+        if wanted.choice is None:
+            raise InvalidRequestError("it knows choices alone", "structured_outputs")
+        return FakeGrammar([self.encode(word) for word in wanted.choice], eos_token_ids)
+
+
+class FakeGrammar:
+    """What is left of the words that the tokens so far begin, then the end. POISON in a word is too complex to pass."""
+
+    def __init__(self, words: list[list[int]], eos_token_ids: tuple[int, ...]) -> None:
+        self._words = words
+        self._eos_token_ids = eos_token_ids
+
+    @property
+    def allowed(self) -> bytes:
+        tokens = {word[0] for word in self._words if word}
+        if any(not word for word in self._words):
+            tokens.update(self._eos_token_ids)
+        bits = sum(1 << token_id for token_id in tokens)
+        return bits.to_bytes(VOCAB_SIZE // 8, "little")
+
+    def accept(self, token_id: int) -> None:
+        self._words = [word[1:] for word in self._words if word and word[0] == token_id]
+        if any(word and word[0] == POISON for word in self._words):
+            raise InvalidRequestError("too complex", "structured_outputs")
+
+    def copy(self) -> "FakeGrammar":
+        return FakeGrammar(self._words, self._eos_token_ids)
 
 
 class FakeDetokenizer:

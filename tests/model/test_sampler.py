@@ -314,7 +314,7 @@ def test_logits_are_adjusted_as_vllm_and_openai_define_it(
     state, logits = SamplingState(start), normal(20, seed)
     state.output_counts.update(output)
     expected = adjusted(logits, prompt, output, stops, start.sampling_params)
-    state.adjust_(logits, len(output))
+    state.adjust_(logits, make_plan(index=len(output)))
     np.testing.assert_allclose(logits.double().numpy(), expected, rtol=1e-5, atol=1e-5)
 
 
