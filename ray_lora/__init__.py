@@ -37,6 +37,7 @@ from ray_lora.request import (
     RequestOutput,
     SamplingParams,
 )
+from ray_lora.structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from ray_lora.llm import LLM
@@ -61,6 +62,7 @@ __all__ = [
     "RayLoraError",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
     "VersionConflictError",
 ]
 

@@ -1,12 +1,10 @@
 """What the text of a completion must match, with vLLM's names."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from ray_lora.errors import InvalidRequestError
-
-TEXTS = ("regex", "grammar")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,36 +29,22 @@ class StructuredOutputsParams:
     """JSON without spaces and line breaks between its tokens."""
 
     def __post_init__(self) -> None:
-        given = [name for name in KINDS if getattr(self, name) not in (None, False)]
+        choice = [] if self.choice is None or isinstance(self.choice, str) else self.choice
+        is_good = {
+            "json": isinstance(self.json, (str, Mapping)),
+            "json_object": self.json_object is True,
+            "regex": _is_text(self.regex),
+            "choice": isinstance(choice, Sequence) and bool(choice) and all(map(_is_text, choice)),
+            "grammar": _is_text(self.grammar),
+        }
+        given = [name for name in is_good if getattr(self, name) is not None and getattr(self, name) is not False]
         if len(given) != 1:
-            raise _error(f"needs exactly one of {', '.join(KINDS)}, not {' and '.join(given) or 'none'}")
-        value = self.value
-        if self.kind in TEXTS and not (isinstance(value, str) and value):
-            raise _error("must be a text", self.kind)
-        if self.kind == "choice" and not (
-            isinstance(value, Sequence) and not isinstance(value, str) and value and all(_is_text(one) for one in value)
-        ):
-            raise _error("must be a list of texts", self.kind)
-        if self.kind == "json" and not isinstance(value, (str, Mapping)):
-            raise _error("must be a JSON schema", self.kind)
-
-    @property
-    def kind(self) -> str:
-        """Which of them is given."""
-        return next(name for name in KINDS if getattr(self, name) not in (None, False))
-
-    @property
-    def value(self) -> Any:
-        return getattr(self, self.kind)
-
-
-KINDS = tuple(field.name for field in fields(StructuredOutputsParams))[:5]
+            message = f"structured_outputs needs one of {', '.join(is_good)}, not {' and '.join(given) or 'none'}"
+            raise InvalidRequestError(message, "structured_outputs")
+        if not is_good[given[0]]:
+            param = f"structured_outputs.{given[0]}"
+            raise InvalidRequestError(f"{param}: {getattr(self, given[0])!r:.100} is none", param)
 
 
 def _is_text(value: object) -> bool:
     return isinstance(value, str) and value != ""
-
-
-def _error(message: str, kind: str | None = None) -> InvalidRequestError:
-    param = "structured_outputs" if kind is None else f"structured_outputs.{kind}"
-    return InvalidRequestError(f"{param} {message}", param)

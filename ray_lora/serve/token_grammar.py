@@ -85,4 +85,7 @@ def _source(wanted: StructuredOutputsParams) -> str:
 
 
 def _refusal(message: str) -> InvalidRequestError:
-    return InvalidRequestError(f"This structure cannot be kept to: {message}", "structured_outputs")
+    reason = message.removesuffix("<non-verbose/>").strip()
+    if reason == "NoExtensionBias":
+        reason = "it matches nothing"
+    return InvalidRequestError(f"This structure cannot be kept to: {reason}", "structured_outputs")

@@ -24,8 +24,8 @@ def make_start(
     return SequenceStart(request_id, tuple(prompt), SamplingParams(**{"max_tokens": None} | params), seed, tuple(stops))
 
 
-def make_plan(request_id: int = 0, index: int = 0) -> SequencePlan:
-    return SequencePlan(request_id, (0,), 0, (0,), -1, True, index)
+def make_plan(request_id: int = 0, index: int = 0, allowed: bytes | None = None) -> SequencePlan:
+    return SequencePlan(request_id, (0,), 0, (0,), -1, True, index, allowed=allowed)
 
 
 def sample_one(start: SequenceStart, logits: torch.Tensor, index: int = 0) -> SampledToken:
@@ -459,3 +459,28 @@ def test_what_is_known_of_a_request_ends_with_it() -> None:
     sampler.start(make_start(5, temperature=0, frequency_penalty=2.0))
     assert sampler.sample([make_plan(5)], logits)[0].token_id == 1
     assert sampler.num_prompt_logprobs(5) == 0
+
+
+@given(
+    tokens=st.sets(st.integers(0, 49), min_size=1),
+    padding=st.integers(0, 5),
+    seed=st.integers(0, 99),
+    temperature=st.sampled_from([0.0, 1.0]),
+    top_k=st.sampled_from([0, 1, 5]),
+    top_p=st.sampled_from([1.0, 0.8]),
+    min_p=st.sampled_from([0.0, 0.2]),
+)
+def test_only_what_is_allowed_is_sampled(
+    tokens: set[int], padding: int, seed: int, temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    allowed = sum(1 << token for token in tokens).to_bytes(7 + padding, "little")
+    start = make_start(seed=seed, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, logprobs=3)
+    logits = normal(50, seed)
+    sampler = Sampler()
+    sampler.start(start)
+    (sampled,) = sampler.sample([make_plan(allowed=allowed)], logits.unsqueeze(0))
+    best = max(tokens, key=lambda token: float(logits[token]))
+    assert sampled.token_id in tokens
+    if temperature == 0 or top_k == 1:
+        assert sampled.token_id == best
+    assert sampled.logprobs == token_logprobs(logits, sampled.token_id, 3), "logprobs are the model's own"

@@ -11,6 +11,7 @@ from conftest import Server
 from openai import OpenAI
 
 from ray_lora.serve.tokenizer import Tokenizer
+from ray_lora.structured_outputs import StructuredOutputsParams
 
 MESSAGES: list[Any] = [{"role": "user", "content": "hi"}]
 
@@ -164,6 +165,37 @@ def test_sampling_fields_reach_the_engine(http: httpx.Client, server: Server) ->
     params = server.engine.requests[-1].sampling_params
     assert {name: getattr(params, name) for name in fields} == fields
     assert params.logit_bias == {5: -3}
+
+
+@pytest.mark.parametrize(
+    ("body", "wanted"),
+    [
+        ({"response_format": {"type": "json_object"}}, StructuredOutputsParams(json_object=True)),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "a", "schema": {"a": 1}, "strict": True},
+                }
+            },
+            StructuredOutputsParams(json={"a": 1}),
+        ),
+        (
+            {"structured_outputs": {"json": {"a": 1}, "regex": None, "disable_any_whitespace": True}},
+            StructuredOutputsParams(json={"a": 1}, disable_any_whitespace=True),
+        ),
+        (
+            {"structured_outputs": {"choice": ["a", "b"], "disable_fallback": True}},
+            StructuredOutputsParams(choice=["a", "b"]),
+        ),
+    ],
+    ids=str,
+)
+def test_the_wanted_structure_reaches_the_engine(
+    http: httpx.Client, server: Server, body: dict[str, Any], wanted: StructuredOutputsParams
+) -> None:
+    assert http.post("/v1/completions", json={"prompt": "a", **body}).status_code == 200
+    assert server.engine.requests[-1].sampling_params.structured_outputs == wanted
 
 
 @pytest.mark.parametrize(("given", "told"), [({}, 0), ({"priority": None}, 0), ({"priority": -3}, -3)])
