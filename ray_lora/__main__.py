@@ -38,9 +38,7 @@ COMMANDS = {
 }
 
 main = LazyGroup("ray-lora", COMMANDS, "Multi-LoRA serving on Ray Serve.")
-main.add_command(
-    LazyGroup("adapter", ADAPTER_COMMANDS, "Adapters: PEFT directories offline, and those of a running server.")
-)
+main.add_command(LazyGroup("adapter", ADAPTER_COMMANDS, "Adapters, on disk and of a server."))
 
 
 if __name__ == "__main__":

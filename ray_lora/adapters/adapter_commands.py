@@ -28,7 +28,9 @@ dtype_option = click.option(
 @click.argument("path", type=DIRECTORY)
 @click.option("--model", type=DIRECTORY, help="Check against this base model too.")
 def inspect_command(path: Path, model: Path | None) -> None:
-    """Show PATH by module, and what a server would refuse; the exit status is then 1.
+    """Show PATH by module.
+
+    And what a server would refuse; the exit status is then 1.
 
     Norms are Frobenius norms; "99%" is how many ranks hold 99% of the energy of a module's delta.
     """
@@ -46,7 +48,9 @@ def inspect_command(path: Path, model: Path | None) -> None:
 @click.option("--dtype", type=click.Choice(list(DTYPES)), help="Of the tensors written; by default the adapter's.")
 @output_option
 def compress_command(path: Path, energy: float | None, rank: int | None, dtype: str | None, output: Path) -> None:
-    """Lower the ranks of PATH by singular value decomposition of each module's delta.
+    """Lower the ranks of PATH.
+
+    By singular value decomposition of each module's delta.
 
     Errors are relative: the norm of the change over the norm of the delta. An energy of E allows sqrt(1 - E).
     """
@@ -66,7 +70,10 @@ def compress_command(path: Path, energy: float | None, rank: int | None, dtype: 
 @dtype_option
 @output_option
 def merge_command(paths: tuple[Path, ...], weights: str, dtype: str, output: Path) -> None:
-    """Write the weighted sum of the deltas of PATHS. Ranks add up; compress afterwards if that is too many."""
+    """Write the weighted sum of PATHS.
+
+    Of their deltas: ranks add up; compress afterwards if that is too many.
+    """
     try:
         numbers = [float(weight) for weight in weights.split(",")]
     except ValueError:
@@ -84,7 +91,10 @@ def merge_command(paths: tuple[Path, ...], weights: str, dtype: str, output: Pat
 @dtype_option
 @output_option
 def convert_command(path: Path, initial: Path, dtype: str, output: Path) -> None:
-    """Turn a PiSSA, CorDA, OLoRA or LoRA-GA adapter into plain LoRA for the original base model, of twice the rank."""
+    """Turn PiSSA and its like into plain LoRA.
+
+    A PiSSA, CorDA, OLoRA or LoRA-GA adapter, for the original base model, of twice the rank.
+    """
     with _errors_in_one_line():
         ranks = adapter_tools.convert(path, initial, output, DTYPES[dtype])
     click.echo(f"{len(ranks)} modules, largest rank {max(ranks.values())}; written to {output}")

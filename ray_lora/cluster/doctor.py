@@ -40,7 +40,10 @@ class Finding:
 
 @click.command("doctor")
 def doctor_command() -> None:
-    """Tell what this machine has for serving on Ascend NPUs, and what is missing."""
+    """Tell what is here for NPUs, and what not.
+
+    One line for each thing that serving on Ascend NPUs needs, with the remedy where it is missing.
+    """
     for finding in examine(Path("/"), os.environ):
         click.echo(str(finding))
 

@@ -25,7 +25,10 @@ POLL_S = 0.5
 @click.command("serve")
 @click.argument("config_file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 def serve_command(config_file: Path) -> None:
-    """Check CONFIG_FILE, start Ray on loopback (or join the one at RAY_ADDRESS), and run it as `serve run` does."""
+    """Serve CONFIG_FILE, once it is checked.
+
+    As `serve run` does, on a Ray of its own on loopback or on the one at RAY_ADDRESS.
+    """
     try:
         config, host, port = check(config_file)
     except ConfigError as error:

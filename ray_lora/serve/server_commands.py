@@ -56,7 +56,10 @@ def command(name: str) -> Callable[[Callable[..., None]], click.Command]:
 @command("list")
 @click.option("--json", "as_json", is_flag=True, help="The server's own answer.")
 def list_command(server: Server, as_json: bool) -> None:
-    """Show what is registered, where it is and how it is used."""
+    """Show what is registered, and in which tier.
+
+    And how it is used.
+    """
     answer = server.call("GET", "/v1/adapters").json()
     if as_json:
         click.echo(json.dumps(answer, indent=2))
@@ -77,7 +80,10 @@ def list_command(server: Server, as_json: bool) -> None:
 @click.option("--inplace", is_flag=True, help="Also in place of other content of that name.")
 @click.option("--expected-version", help="Only if NAME points to this version now.")
 def load_command(server: Server, name: str, path: str, inplace: bool, expected_version: str | None) -> None:
-    """Load the adapter at PATH, a directory of the server's or a URL, under NAME."""
+    """Load the adapter at PATH under NAME.
+
+    PATH is a directory of the server's, or a URL.
+    """
     body = {"lora_name": name, "lora_path": path, "load_inplace": inplace, "expected_version": expected_version}
     click.echo(server.call("POST", "/v1/load_lora_adapter", body).text)
 
@@ -92,7 +98,10 @@ def unload_command(server: Server, name: str) -> None:
 @command("pin")
 @click.argument("name")
 def pin_command(server: Server, name: str) -> None:
-    """Keep NAME in host memory, and on the device from its next request on."""
+    """Keep NAME in host memory.
+
+    And on the device, from its next request on.
+    """
     server.call("POST", f"/v1/adapters/{name}/pin")
 
 
@@ -107,7 +116,10 @@ def unpin_command(server: Server, name: str) -> None:
 @click.argument("name")
 @click.argument("value", type=float)
 def weight_command(server: Server, name: str, value: float) -> None:
-    """Let NAME be served VALUE times as many tokens as an adapter of weight 1, while requests for both wait."""
+    """Set the share of NAME.
+
+    It is served VALUE times as many tokens as an adapter of weight 1, while requests for both wait.
+    """
     server.call("POST", f"/v1/adapters/{name}/weight", {"weight": value})
 
 
@@ -115,7 +127,10 @@ def weight_command(server: Server, name: str, value: float) -> None:
 @click.argument("path")
 @click.option("--name", help="Under which it would be loaded.")
 def validate_command(server: Server, path: str, name: str | None) -> None:
-    """Tell what loading PATH would do; the exit status is 1 if it would be refused."""
+    """Tell what loading PATH would do.
+
+    The exit status is 1 if it would be refused.
+    """
     found = server.call("POST", "/v1/validate_lora_adapter", {"lora_path": path, "lora_name": name}).json()
     for refusal in found["refusals"]:
         click.echo(f"refused: {refusal['message']}")
