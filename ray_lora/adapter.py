@@ -49,6 +49,16 @@ class AdapterManifest:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterFiles:
+    """The content of an adapter, on its way to another store."""
+
+    config: bytes
+    """Of `adapter_config.json`."""
+    weights: bytes
+    """Of `adapter_model.safetensors`."""
+
+
+@dataclass(frozen=True, slots=True)
 class StagingTimes:
     """Seconds in which an adapter came to every rank, as rank 0 saw it."""
 

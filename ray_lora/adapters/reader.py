@@ -16,15 +16,15 @@ from pathlib import Path
 
 import torch
 
-from ray_lora.adapter import AdapterManifest, AdapterValidation, Refusal
+from ray_lora.adapter import AdapterFiles, AdapterManifest, AdapterValidation, Refusal
 from ray_lora.adapters.fetch import fetch
 from ray_lora.adapters.output_change import BaseLayers, change_outputs
-from ray_lora.adapters.peft_config import refused_fields, reject
+from ray_lora.adapters.peft_config import CONFIG_FILE, refused_fields, reject
 from ray_lora.adapters.peft_weights import AdapterWeights, read_weights
 from ray_lora.adapters.shard_cut import cut_shard
 from ray_lora.adapters.store import WEIGHTS_FILE, AdapterStore
 from ray_lora.architecture import Architecture
-from ray_lora.errors import AdapterRejectedError, InvalidRequestError
+from ray_lora.errors import AdapterRejectedError, InvalidRequestError, NotFoundError
 from ray_lora.names import url_scheme, without_credentials
 
 MAX_KEPT = 2
@@ -64,8 +64,11 @@ class AdapterReader:
         self._kept: OrderedDict[str, AdapterWeights] = OrderedDict()
         self._in_use: set[str] = set()
 
-    def inspect(self, source: str) -> AdapterManifest:
+    def inspect(self, source: str, version: str | None = None) -> AdapterManifest:
         """Copy an adapter to the store and check all of it. A refused adapter leaves nothing behind.
+
+        Args:
+            version: the content that is wanted, if that is known; a whole copy of it in the store then does.
 
         Raises:
             NotFoundError: `source` does not exist; `param` is `lora_path`.
@@ -73,6 +76,8 @@ class AdapterReader:
             AdapterRejectedError: the adapter cannot be honoured; `param` is the field, file or tensor at fault.
             CapacityError: the store is full.
         """
+        if version is not None and (copied := self._inspect_copy(version, source)) is not None:
+            return copied
         begin = time.monotonic()
         with self._fetched(source) as directory:
             fetched = time.monotonic()
@@ -94,6 +99,26 @@ class AdapterReader:
                     errors += refused_fields(directory)
             refusals = (Refusal(str(error), error.param) for error in errors)
             return AdapterValidation(None, tuple(dict.fromkeys(refusals)))
+
+    def add(self, files: AdapterFiles, source: str) -> AdapterManifest:
+        """Inspect what another store has sent.
+
+        Raises:
+            AdapterRejectedError, CapacityError: as `inspect`.
+        """
+        with self.store.incoming() as directory:
+            (directory / CONFIG_FILE).write_bytes(files.config)
+            (directory / WEIGHTS_FILE).write_bytes(files.weights)
+            return self._inspect(directory, source)
+
+    def _inspect_copy(self, version: str, source: str) -> AdapterManifest | None:
+        """None if there is no whole copy of this content."""
+        if self.store.has(version):
+            with suppress(AdapterRejectedError, NotFoundError):
+                manifest = self._inspect(self.store.directory / version, without_credentials(source))
+                if manifest.version == version:
+                    return manifest
+        return None
 
     @contextmanager
     def _fetched(self, source: str) -> Iterator[Path]:

@@ -25,6 +25,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from ray_lora.adapter import AdapterFiles
 from ray_lora.adapters.peft_config import CONFIG_FILE, read_peft_config, reject
 from ray_lora.adapters.store_leases import Leases, exclusive, remove_least_recently_used, size_of
 from ray_lora.errors import AdapterRejectedError, CapacityError, ConfigError, InvalidRequestError, NotFoundError
@@ -84,6 +85,19 @@ class AdapterStore:
             if error.errno in DISK_FULL:
                 raise CapacityError(f"no space left in adapter_store_dir {self.directory}") from None
             raise
+
+    def has(self, version: str) -> bool:
+        return _VERSION.fullmatch(version) is not None and (self.directory / version).is_dir()
+
+    def files(self, version: str) -> AdapterFiles | None:
+        """What makes up a content; None if it is not in the store."""
+        if not (self.has(version) and self.take(version)):
+            return None
+        try:
+            content = self.directory / version
+            return AdapterFiles((content / CONFIG_FILE).read_bytes(), (content / WEIGHTS_FILE).read_bytes())
+        finally:
+            self.give_back(version)
 
     def take(self, version: str) -> bool:
         """Keep a content until `give_back`; false if it is not in the store."""

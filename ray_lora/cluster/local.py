@@ -2,7 +2,7 @@
 
 import threading
 
-from ray_lora.adapter import AdapterManifest, AdapterValidation, StagingTimes
+from ray_lora.adapter import AdapterFiles, AdapterManifest, AdapterValidation, StagingTimes
 from ray_lora.cluster.background import background_threads
 from ray_lora.cluster.worker import Worker
 from ray_lora.config import MAX_FETCHES, EngineConfig
@@ -27,11 +27,20 @@ class LocalExecutor:
         assert result is not None, "rank 0 always answers"
         return result
 
-    def inspect_adapter(self, source: str) -> AdapterManifest:
-        return self._threads.submit(self._worker.inspect_adapter, source).result()
+    def inspect_adapter(self, source: str, version: str | None = None) -> AdapterManifest:
+        return self._threads.submit(self._worker.inspect_adapter, source, version).result()
 
     def validate_adapter(self, source: str) -> AdapterValidation:
         return self._threads.submit(self._worker.validate_adapter, source).result()
+
+    def has_adapter_files(self, version: str) -> bool:
+        return self._worker.has_adapter_files(version)
+
+    def adapter_files(self, version: str) -> AdapterFiles | None:
+        return self._threads.submit(self._worker.adapter_files, version).result()
+
+    def add_adapter_files(self, files: AdapterFiles, source: str) -> None:
+        self._threads.submit(self._worker.add_adapter_files, files, source).result()
 
     def keep_adapter(self, manifest: AdapterManifest) -> None:
         self._worker.keep_adapter(manifest)

@@ -15,7 +15,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from ray_lora.adapter import AdapterManifest, AdapterValidation, StagingTimes
+from ray_lora.adapter import AdapterFiles, AdapterManifest, AdapterValidation, StagingTimes
 from ray_lora.cluster.step_link import StepHub
 from ray_lora.cluster.worker import Worker
 from ray_lora.config import MAX_FETCHES, EngineConfig
@@ -46,7 +46,7 @@ class RayTPExecutor:
         try:
             self._workers = self._start_workers(worker_class)
             address = _address_of_bundle(self._group, 0)
-            init_method = self._call_all("meeting_point", "health", address, workers=self._workers[:1])[0]
+            init_method = self._call_first("meeting_point", "health", address)
             self._info: ModelInfo = self._call_all("start", "health", init_method)[0]
             self._hub = StepHub(ray.util.get_node_ip_address(), len(self._workers), config.step_timeout_s)
             self._runs = self._submit("run_steps", "steps", self._hub.invitation)
@@ -70,17 +70,27 @@ class RayTPExecutor:
         assert isinstance(result, StepResult), "rank 0 always answers"
         return result
 
-    def inspect_adapter(self, source: str) -> AdapterManifest:
+    def inspect_adapter(self, source: str, version: str | None = None) -> AdapterManifest:
         group = "adapters" if url_scheme(source) is None else "fetches"
-        manifest: AdapterManifest = self._call_all("inspect_adapter", group, source, workers=self._workers[:1])[0]
+        manifest: AdapterManifest = self._call_first("inspect_adapter", group, source, version)
         return manifest
 
     def validate_adapter(self, source: str) -> AdapterValidation:
-        found: AdapterValidation = self._call_all("validate_adapter", "fetches", source, workers=self._workers[:1])[0]
+        found: AdapterValidation = self._call_first("validate_adapter", "fetches", source)
         return found
 
+    def has_adapter_files(self, version: str) -> bool:
+        return bool(self._call_first("has_adapter_files", "fetches", version))
+
+    def adapter_files(self, version: str) -> AdapterFiles | None:
+        files: AdapterFiles | None = self._call_first("adapter_files", "fetches", version)
+        return files
+
+    def add_adapter_files(self, files: AdapterFiles, source: str) -> None:
+        self._call_first("add_adapter_files", "fetches", files, source)
+
     def keep_adapter(self, manifest: AdapterManifest) -> None:
-        self._call_all("keep_adapter", "adapters", manifest, workers=self._workers[:1])
+        self._call_first("keep_adapter", "adapters", manifest)
 
     def stage_adapter(self, manifest: AdapterManifest) -> StagingTimes:
         try:
@@ -141,6 +151,10 @@ class RayTPExecutor:
             getattr(worker, method).options(concurrency_group=group).remote(*args)
             for worker in (self._workers if workers is None else workers)
         ]
+
+    def _call_first(self, method: str, group: str, *args: Any) -> Any:
+        """Rank 0 alone; see `_call_all`."""
+        return self._call_all(method, group, *args, workers=self._workers[:1])[0]
 
     def _call_all(
         self, method: str, group: str, *args: Any, workers: list[Any] | None = None, timeout: float | None = None

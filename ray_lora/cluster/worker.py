@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from ray_lora.adapter import AdapterManifest, AdapterValidation, StagingTimes
+from ray_lora.adapter import AdapterFiles, AdapterManifest, AdapterValidation, StagingTimes
 from ray_lora.adapters.reader import AdapterReader
 from ray_lora.adapters.shard import AdapterShard
 from ray_lora.adapters.store import AdapterStore
@@ -26,7 +26,7 @@ class Worker:
     """Rank `rank` of `config.tensor_parallel_size`; nothing but `meeting_point` works before `start`.
 
     `execute` is called by one thread; the adapter methods by another, one at a time, while steps run. Only
-    `inspect_adapter` and `validate_adapter` may run in several threads more. These threads give way to the steps.
+    the methods that neither stage nor drop may run in several threads more. These threads give way to the steps.
     """
 
     def __init__(self, config: EngineConfig, rank: int) -> None:
@@ -86,22 +86,33 @@ class Worker:
             while (plan := link.receive()) is not None:
                 link.send(pickle.dumps(self.execute(pickle.loads(plan))))
 
-    def inspect_adapter(self, source: str) -> AdapterManifest:
+    def inspect_adapter(self, source: str, version: str | None = None) -> AdapterManifest:
         """On rank 0: read and check an adapter; see `Executor.inspect_adapter`."""
-        assert self._reader is not None, "only rank 0 reads adapters"
         give_way()
-        return self._reader.inspect(source)
+        return self._first_reader.inspect(source, version)
 
     def validate_adapter(self, source: str) -> AdapterValidation:
         """On rank 0; see `Executor.validate_adapter`."""
-        assert self._reader is not None, "only rank 0 reads adapters"
         give_way()
-        return self._reader.validate(source)
+        return self._first_reader.validate(source)
+
+    def has_adapter_files(self, version: str) -> bool:
+        """On rank 0; see `Executor.has_adapter_files`."""
+        return self._first_reader.store.has(version)
+
+    def adapter_files(self, version: str) -> AdapterFiles | None:
+        """On rank 0; see `Executor.adapter_files`."""
+        give_way()
+        return self._first_reader.store.files(version)
+
+    def add_adapter_files(self, files: AdapterFiles, source: str) -> None:
+        """On rank 0; see `Executor.add_adapter_files`."""
+        give_way()
+        self._first_reader.add(files, source)
 
     def keep_adapter(self, manifest: AdapterManifest) -> None:
         """On rank 0: its files stay until it is dropped."""
-        assert self._reader is not None, "only rank 0 reads adapters"
-        self._reader.keep(manifest)
+        self._first_reader.keep(manifest)
 
     def stage_adapter(self, manifest: AdapterManifest) -> StagingTimes:
         """Receive this rank's part; returns once all ranks agree, raises on every rank if one does not."""
@@ -117,6 +128,11 @@ class Worker:
 
     def staged_versions(self) -> frozenset[str]:
         return self._runner.staged_versions
+
+    @property
+    def _first_reader(self) -> AdapterReader:
+        assert self._reader is not None, "only rank 0 reads adapters"
+        return self._reader
 
     def make_digest(self, shard: AdapterShard) -> str:
         """What this rank says it holds."""

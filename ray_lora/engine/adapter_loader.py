@@ -123,7 +123,7 @@ class AdapterLoader:
     async def inspect(self, path: str) -> AdapterManifest:
         """See `AsyncEngine.inspect_adapter`."""
         with self._metrics.counting_failed_loads():
-            manifest = await self._inspect(path)
+            manifest = await self._inspect(Candidate(path))
         self._prepared[manifest.version] = Prepared(manifest)
         return manifest
 
@@ -154,11 +154,11 @@ class AdapterLoader:
         makes_room: bool = True,
     ) -> tuple[AdapterInfo, bool]:
         """With `makes_room`, others may leave host memory for it."""
-        path = candidate.path
-        manifest = await self._inspect(path) if url_scheme(path) is not None else None
+        path, version = candidate.path, candidate.version
+        manifest = await self._inspect(candidate) if url_scheme(path) is not None else None
         async with self.host.lock:
             if manifest is None:
-                manifest = await asyncio.to_thread(self._executor.inspect_adapter, path)
+                manifest = await asyncio.to_thread(self._executor.inspect_adapter, path, version)
             _of_version(manifest, candidate)
             checked = partial(self._adapters.check_register, name, manifest, load_inplace, expected_version)
             if not await self._call(checked):
@@ -183,7 +183,7 @@ class AdapterLoader:
     async def _prepare(self, name: str, candidate: Candidate, stages: bool) -> None:
         prepared = self._prepared.get(candidate.version or "")
         if prepared is None:
-            prepared = Prepared(_of_version(await self._inspect(candidate.path), candidate))
+            prepared = Prepared(_of_version(await self._inspect(candidate), candidate))
         manifest = prepared.manifest
         async with self.host.lock:
             if await self._call(partial(self._adapters.check_register, name, manifest, load_inplace=True)):
@@ -222,14 +222,15 @@ class AdapterLoader:
         await self._call(lambda: self._adapters.unpin(name))
         return self._adapters.info(name)
 
-    async def _inspect(self, path: str) -> AdapterManifest:
+    async def _inspect(self, candidate: Candidate) -> AdapterManifest:
         """Before the lock is taken: other loads do not wait for a download. Who wants the same URL shares it."""
 
         async def inspect() -> AdapterManifest:
             async with self._fetch_slots:
-                return await asyncio.to_thread(self._executor.inspect_adapter, path)
+                return await asyncio.to_thread(self._executor.inspect_adapter, candidate.path, candidate.version)
 
-        return await (inspect() if url_scheme(path) is None else self._fetches.run(path, inspect))
+        is_local = url_scheme(candidate.path) is None
+        return await (inspect() if is_local else self._fetches.run(candidate, inspect))
 
     async def _carry_through(self, work: Coroutine[Any, Any, T]) -> T:
         return await asyncio.shield(self._start(work))

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 from pathlib import Path
 
-from ray_lora.adapter import AdapterInfo, AdapterManifest, AdapterValidation, Tier, TierUse
+from ray_lora.adapter import AdapterFiles, AdapterInfo, AdapterManifest, AdapterValidation, Tier, TierUse
 from ray_lora.config import EngineConfig, LoRAModule
 from ray_lora.engine.adapter_loader import AdapterLoader
 from ray_lora.engine.adapter_resolver import AdapterResolver, Candidate, DirectoryResolver
@@ -134,6 +134,22 @@ class AsyncEngine:
             InvalidRequestError, NotFoundError, CapacityError: what is wrong with it, naming the field.
         """
         return await self._loader.inspect(path)
+
+    async def has_adapter_files(self, version: str) -> bool:
+        """Whether a content can be had here without its source."""
+        return await asyncio.to_thread(self._executor.has_adapter_files, version)
+
+    async def adapter_files(self, version: str) -> AdapterFiles | None:
+        """A content, for a replica that cannot read its source; None if it is not here."""
+        return await asyncio.to_thread(self._executor.adapter_files, version)
+
+    async def add_adapter_files(self, files: AdapterFiles, source: str) -> None:
+        """Have a content that came from another replica.
+
+        Raises:
+            AdapterRejectedError, CapacityError: it is not taken.
+        """
+        await asyncio.to_thread(self._executor.add_adapter_files, files, source)
 
     async def prepare_adapter(self, name: str, candidate: Candidate, stages: bool) -> None:
         """Do all of a load that may fail, so that `point_adapter` with the same arguments will not.

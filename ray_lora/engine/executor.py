@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from ray_lora.adapter import AdapterManifest, AdapterValidation, StagingTimes
+from ray_lora.adapter import AdapterFiles, AdapterManifest, AdapterValidation, StagingTimes
 from ray_lora.step import ModelInfo, StepPlan, StepResult
 
 
@@ -19,8 +19,11 @@ class Executor(Protocol):
             EngineDeadError: a rank is gone or did not answer in time; nothing more can be executed.
         """
 
-    def inspect_adapter(self, source: str) -> AdapterManifest:
+    def inspect_adapter(self, source: str, version: str | None = None) -> AdapterManifest:
         """Read and check an adapter, fetching it first if it is remote, without changing what is served.
+
+        Args:
+            version: the content that is wanted, if that is known; a copy in the store then does.
 
         Raises:
             AdapterRejectedError, InvalidRequestError, NotFoundError: what is wrong with it, naming the field.
@@ -31,6 +34,19 @@ class Executor(Protocol):
 
         Raises:
             InvalidRequestError, NotFoundError: there is no adapter at `source`.
+        """
+
+    def has_adapter_files(self, version: str) -> bool:
+        """Whether the store of rank 0 has a content."""
+
+    def adapter_files(self, version: str) -> AdapterFiles | None:
+        """A content, from the store of rank 0; None if it is not there."""
+
+    def add_adapter_files(self, files: AdapterFiles, source: str) -> None:
+        """Check a content and put it into the store of rank 0.
+
+        Raises:
+            AdapterRejectedError, CapacityError: it is not taken.
         """
 
     def keep_adapter(self, manifest: AdapterManifest) -> None:

@@ -1,8 +1,8 @@
 """The one place that knows which adapters there are. Where they are, each replica knows for itself.
 
-A load is fetched and checked by one replica, made ready by all, and only then named by all; if one cannot, no name
-points elsewhere than before. A replica that was not there takes over the list before it is ready, and asks every second
-whether there is a newer one.
+A load is fetched and checked by one replica, from which the others have the files; it is made ready by all, and only
+then named by all. If one cannot, no name points elsewhere than before. A replica that was not there takes over the list
+before it is ready, and asks every second whether there is a newer one.
 
 The list outlives this process. With `lora_registry_path` the file is the truth, and a change counts once it is written
 there; without, what the replicas hold is, and the one that has heard most is right.
@@ -23,8 +23,8 @@ from ray_lora.adapter import AdapterInfo, AdapterManifest
 from ray_lora.config import EngineConfig
 from ray_lora.engine.adapter_resolver import DirectoryResolver
 from ray_lora.engine.adapter_version import not_loaded, would_change
-from ray_lora.errors import ConfigError, RayLoraError
-from ray_lora.names import check_adapter_name
+from ray_lora.errors import ConfigError, NotFoundError, RayLoraError
+from ray_lora.names import check_adapter_name, url_scheme
 from ray_lora.serve.adapter_entry import AdapterEntry, AdapterSettings, Revision, Snapshot, in_order_of_need
 from ray_lora.serve.adapter_listing import merged
 from ray_lora.serve.adapter_registry import AdapterRegistry
@@ -113,8 +113,7 @@ class AdapterDirectory:
         self, name: str, path: str, load_inplace: bool, expected_version: str | None, is_lasting: bool
     ) -> tuple[AdapterInfo, bool]:
         check_adapter_name(name, self._config.base_model_name)
-        manifest: AdapterManifest
-        reader, manifest = await answer(self._replicas.inspect_adapter.remote(path))
+        reader, manifest = await self._inspect(path)
         version = manifest.version
         is_named = False
         try:
@@ -134,6 +133,20 @@ class AdapterDirectory:
         finally:
             if not is_named:
                 await every_answer(self._replicas, "abandon_adapter", version)
+
+    async def _inspect(self, path: str) -> tuple[str, AdapterManifest]:
+        """By one replica, or by whichever can, for a local path may lie on one node alone; and who it was."""
+        found: tuple[str, AdapterManifest]
+        try:
+            found = await answer(self._replicas.inspect_adapter.remote(path))
+            return found
+        except NotFoundError:
+            if url_scheme(path) is None:
+                for each in await every_answer(self._replicas, "inspect_adapter", path):
+                    if not isinstance(each, RayLoraError):
+                        found = each
+                        return found
+            raise
 
     async def _unload(self, name: str) -> None:
         async with self._lock:

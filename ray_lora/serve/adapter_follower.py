@@ -5,18 +5,17 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Protocol
 
 from ray.serve.handle import DeploymentHandle
 
-from ray_lora.adapter import AdapterInfo
+from ray_lora.adapter import AdapterFiles, AdapterInfo
 from ray_lora.config import EngineConfig, LoRAModule
 from ray_lora.engine.adapter_resolver import Candidate
 from ray_lora.engine.shared_calls import SharedCalls
 from ray_lora.errors import ConfigError, EngineDeadError, NotFoundError, RayLoraError
 from ray_lora.serve.adapter_entry import AdapterEntry, Revision, Snapshot
-from ray_lora.serve.replica_calls import answer
+from ray_lora.serve.replica_calls import answer, every_answer
 
 logger = logging.getLogger("ray.serve")
 
@@ -30,6 +29,9 @@ class AdapterEngine(Protocol):
     """What of an engine is needed here; see `AsyncEngine`."""
 
     async def load_adapter(self, name: str, path: str) -> tuple[AdapterInfo, bool]: ...
+    async def has_adapter_files(self, version: str) -> bool: ...
+    async def adapter_files(self, version: str) -> AdapterFiles | None: ...
+    async def add_adapter_files(self, files: AdapterFiles, source: str) -> None: ...
     async def prepare_adapter(self, name: str, candidate: Candidate, stages: bool) -> None: ...
     async def point_adapter(self, name: str, candidate: Candidate) -> AdapterInfo: ...
     async def unload_adapter(self, name: str) -> None: ...
@@ -40,12 +42,24 @@ class AdapterEngine(Protocol):
 
 
 class AdapterFollower:
-    """Made before the engine, for which it is an `AdapterResolver`; all else after `begin`, in one event loop."""
+    """Made before the engine, for which it is an `AdapterResolver`; all else after `begin`, in one event loop.
 
-    def __init__(self, config: EngineConfig, directory: DeploymentHandle[Any]) -> None:
+    An adapter is read from its source once: the other replicas have its files from one that has them, in their own
+    store if they share it, else over the network. The source is asked again only if no replica has them any more.
+
+    Args:
+        own_id: of this replica.
+        peers: all replicas.
+    """
+
+    def __init__(
+        self, config: EngineConfig, own_id: str, directory: DeploymentHandle[Any], peers: DeploymentHandle[Any]
+    ) -> None:
         self._config = config
+        self._id = own_id
         self._directory = directory
-        self._store = Path(config.adapter_store_dir).expanduser()
+        self._peers = peers
+        self._loop = asyncio.get_running_loop()
         self._configured = {module.name: module for module in config.lora_modules}
         self._engine: AdapterEngine
         self._entries: dict[str, AdapterEntry] = {}
@@ -91,9 +105,12 @@ class AdapterFollower:
                 await self._ask_news()
 
     def find(self, name: str) -> Candidate | None:
-        """For the engine: where to load a name from that is known but not there yet. From any thread."""
+        """For the engine: where to load a name from that is known but not there yet. From a thread that may wait."""
         entry = self._entries.get(name)
-        return None if entry is None else next(self._candidates(entry))
+        if entry is None:
+            return None
+        asyncio.run_coroutine_threadsafe(self._bring(entry), self._loop).result()
+        return Candidate(entry.source, entry.version)
 
     async def ask_about(self, name: str) -> None:
         """Before a request: the directory may know a name that is new here; `find` does then."""
@@ -109,16 +126,16 @@ class AdapterFollower:
                 if entry is not None:
                     self._entries.setdefault(name, entry)
 
-    async def prepare(self, entry: AdapterEntry, path: str, stages: bool) -> None:
-        """Do all that can fail before an entry is taken.
+    async def prepare(self, entry: AdapterEntry, path: str, reader: str) -> None:
+        """Do all that can fail before an entry is taken. Who has read the adapter stages it; others have its files.
 
         Args:
             path: where the content comes from, as the caller wrote it.
-            stages: to host memory; else it waits on disk.
+            reader: the replica that has read it.
         """
-        copy = self._store / (entry.version or "")
-        source = str(copy) if copy.is_dir() else path
-        await self._engine.prepare_adapter(entry.name, Candidate(source, entry.version), stages)
+        if reader != self._id:
+            await self._bring(entry, reader)
+        await self._engine.prepare_adapter(entry.name, Candidate(path, entry.version), reader == self._id)
 
     async def take(
         self, name: str, entry: AdapterEntry | None, before: Revision, after: Revision
@@ -146,7 +163,8 @@ class AdapterFollower:
                 await self._engine.unload_adapter(name)
             return None
         self._entries[name] = entry
-        info = await self._point(entry)
+        await self._bring(entry)
+        info = await self._engine.point_adapter(name, Candidate(entry.source, entry.version))
         settings, module = entry.settings, self._configured.get(name, LoRAModule(name=name, path=""))
         weight = module.weight if settings.weight is None else settings.weight
         is_pinned = module.pinned if settings.pinned is None else settings.pinned
@@ -156,22 +174,27 @@ class AdapterFollower:
             info = await self._engine.pin_adapter(name, is_pinned)
         return info
 
-    async def _point(self, entry: AdapterEntry) -> AdapterInfo:
-        *others, last = self._candidates(entry)
-        for candidate in others:
-            try:
-                return await self._engine.point_adapter(entry.name, candidate)
-            except EngineDeadError:
-                raise
-            except RayLoraError as error:
-                logger.warning("adapter %r cannot be had from %s: %s", entry.name, candidate.path, error)
-        return await self._engine.point_adapter(entry.name, last)
+    async def _bring(self, entry: AdapterEntry, reader: str | None = None) -> None:
+        """Have an entry's content in this replica's store, if another replica has it.
 
-    def _candidates(self, entry: AdapterEntry) -> Iterator[Candidate]:
-        """The store's copy if it is still there; where it came from."""
-        if entry.version is not None and (copy := self._store / entry.version).is_dir():
-            yield Candidate(str(copy), entry.version)
-        yield Candidate(entry.source, entry.version)
+        Args:
+            reader: a replica that has it.
+        """
+        version = entry.version
+        if version is None or await self._engine.has_adapter_files(version):
+            return
+        try:
+            for holder in await self._holders(version) if reader is None else [reader]:
+                files = await answer(self._peers.adapter_files.remote(holder, version))
+                if files is not None:
+                    return await self._engine.add_adapter_files(files, entry.source)
+        except RayLoraError as error:
+            logger.warning("adapter %r cannot be had from another replica: %s", entry.name, error)
+
+    async def _holders(self, version: str) -> list[str]:
+        """The replicas that have a content in their store."""
+        answers = await every_answer(self._peers, "holds_files", version)
+        return [holder for holder in answers if isinstance(holder, str)]
 
     async def _recall(self, entries: Sequence[AdapterEntry]) -> None:
         for entry in entries:

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from ray import serve
 
-from ray_lora.adapter import AdapterInfo, AdapterManifest, AdapterValidation, Tier, TierUse
+from ray_lora.adapter import AdapterFiles, AdapterInfo, AdapterManifest, AdapterValidation, Tier, TierUse
 from ray_lora.config import EngineConfig
 from ray_lora.engine.adapter_resolver import AdapterResolver
 from ray_lora.errors import EngineDeadError, RayLoraError
@@ -71,7 +71,10 @@ class LLMReplica:
         self._outboxes: dict[str, Outbox] = {}
         self._under_way: Counter[str | None] = Counter()
         """Requests by adapter."""
-        self._follower = AdapterFollower(config, serve.get_deployment_handle(DIRECTORY_NAME, context.app_name))
+        directory, peers = (
+            serve.get_deployment_handle(name, context.app_name) for name in (DIRECTORY_NAME, context.deployment)
+        )
+        self._follower = AdapterFollower(config, self._id, directory, peers)
         engine = await start(config, [self._follower])
         try:
             await self._follower.begin(engine)
@@ -126,8 +129,19 @@ class LLMReplica:
         return found if isinstance(found, RayLoraError) else (self._id, found)
 
     async def prepare_adapter(self, entry: AdapterEntry, path: str, reader: str) -> RayLoraError | None:
-        """Do all that can fail before an entry is taken. Who has read the adapter stages it; others get its files."""
-        return await told(self._follower.prepare(entry, path, stages=reader == self._id))
+        """The directory's order; see `AdapterFollower.prepare`."""
+        return await told(self._follower.prepare(entry, path, reader))
+
+    async def holds_files(self, version: str) -> str | None:
+        """This replica's id, if it has a content in its store."""
+        try:
+            return self._id if await self._engine.has_adapter_files(version) else None
+        except RayLoraError:
+            return None
+
+    async def adapter_files(self, replica_id: str, version: str) -> AdapterFiles | RayLoraError | None:
+        """A content, for another replica. `replica_id` is for the router; another one is not asked."""
+        return await told(self._engine.adapter_files(version)) if replica_id == self._id else None
 
     async def abandon_adapter(self, version: str) -> None:
         """What was prepared is not wanted."""

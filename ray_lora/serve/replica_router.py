@@ -13,6 +13,8 @@ from ray_lora.serve.replica_score import Candidate, Place, cost
 
 MAX_HOMES = 1 << 12
 MAX_PREFIXES = 1 << 14
+FOR_ONE_REPLICA = ("outbox", "adapter_files")
+"""Methods whose first argument is the id of the replica that is called."""
 PREFIX_LEN = 32
 """Tokens at the start of a prompt by which prompts are taken for alike; a shorter prompt is computed anywhere."""
 
@@ -29,7 +31,7 @@ class RoutingStats(TypedDict, total=False):
 
 
 class ReplicaRouter(RequestRouter):
-    """A request goes where it costs least, see `replica_score`; an outbox is the one of the replica that was named.
+    """A request goes where it costs least, see `replica_score`; some other calls name their replica.
 
     Where an adapter goes is remembered from its first request on, so that a burst for one that is nowhere yet is loaded
     once, whatever the replicas have told so far.
@@ -48,7 +50,7 @@ class ReplicaRouter(RequestRouter):
         """Ranks of one replica each, the best first."""
         await asyncio.sleep(0)  # who was given a replica a moment ago is counted there before the next one chooses
         args: Sequence[Any] = () if pending_request is None else pending_request.args
-        if pending_request is not None and pending_request.metadata.call_method == "outbox":
+        if pending_request is not None and pending_request.metadata.call_method in FOR_ONE_REPLICA:
             named = [replica for replica in candidate_replicas if replica.replica_id.unique_id == args[0]]
             return [named or candidate_replicas[:1]]  # another one has nothing to tell, and says so
         request = args[0] if args and isinstance(args[0], GenerateRequest) else None

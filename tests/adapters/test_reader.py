@@ -3,12 +3,14 @@ import os
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from ray_lora.adapter import AdapterFiles
 from ray_lora.adapters import reader as reader_module
 from ray_lora.adapters.output_change import BaseLayers
 from ray_lora.adapters.peft_weights import AdapterWeights
@@ -143,6 +145,57 @@ def test_a_new_content_at_the_same_path_is_a_new_version(reader: AdapterReader, 
     assert old.version != new.version
     module = (1, "self_attn.q_proj")
     assert torch.equal(reader.read(new).modules[module].lora_b, 2 * reader.read(old).modules[module].lora_b)
+
+
+def test_of_a_content_that_is_known_a_copy_does_though_the_source_has_changed(
+    reader: AdapterReader, adapter_dir: Path
+) -> None:
+    first = reader.inspect(str(adapter_dir))
+    set_alpha(adapter_dir, 3)
+    again = reader.inspect(str(adapter_dir), first.version)
+    assert (again, again.source) == (first, str(adapter_dir))
+    assert reader.inspect(str(adapter_dir)) != first
+    shutil.rmtree(adapter_dir)
+    assert reader.inspect(str(adapter_dir), first.version) == first
+    with pytest.raises(NotFoundError):
+        reader.inspect(str(adapter_dir), 64 * "0")
+
+
+def test_a_damaged_copy_does_not_do(reader: AdapterReader, adapter_dir: Path) -> None:
+    first = reader.inspect(str(adapter_dir))
+    weights = Path(first.path) / "adapter_model.safetensors"
+    weights.chmod(0o644)
+    weights.write_bytes(b"damaged")
+    assert reader.inspect(str(adapter_dir), first.version) == first
+    assert weights.read_bytes() == (adapter_dir / "adapter_model.safetensors").read_bytes()
+
+
+def test_a_content_travels_to_another_store_as_it_is(
+    reader: AdapterReader, adapter_dir: Path, tmp_path: Path, arch: Architecture
+) -> None:
+    manifest = reader.inspect(str(adapter_dir))
+    files = reader.store.files(manifest.version)
+    assert files is not None
+    other = AdapterReader(arch, AdapterStore(tmp_path / "other"), 64, no_base)
+    assert not other.store.has(manifest.version)
+    shutil.rmtree(adapter_dir)
+    arrived = other.add(files, manifest.source)
+    assert replace(arrived, path=manifest.path) == manifest
+    assert other.store.has(manifest.version)
+    assert other.inspect(manifest.source, manifest.version) == arrived
+
+
+@pytest.mark.parametrize("version", [64 * "0", "..", "", "a/b"])
+def test_what_is_not_in_the_store_has_no_files(reader: AdapterReader, version: str) -> None:
+    assert not reader.store.has(version)
+    assert reader.store.files(version) is None
+
+
+def test_files_that_would_be_refused_as_a_directory_are_refused(reader: AdapterReader, adapter_dir: Path) -> None:
+    config = (adapter_dir / "adapter_config.json").read_bytes()
+    with pytest.raises(AdapterRejectedError):
+        reader.add(AdapterFiles(config, b"no tensors"), "elsewhere")
+    assert [path.name for path in reader.store.directory.iterdir() if not path.name.startswith(".")] == []
 
 
 def test_a_refused_adapter_leaves_nothing_in_the_store(adapter_dir: Path, tmp_path: Path, arch: Architecture) -> None:

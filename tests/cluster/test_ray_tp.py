@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from ray_lora import LLM, EngineConfig, SamplingParams
+from ray_lora.cluster.local import LocalExecutor
 from ray_lora.cluster.ray_tp import RayTPExecutor
 from ray_lora.errors import AdapterRejectedError, ConfigError, EngineDeadError, NotFoundError
 from tests.file_server import file_server
@@ -92,6 +93,25 @@ def test_a_slow_download_holds_up_no_other_load(executor: RayTPExecutor, adapter
             executor.inspect_adapter(f"http://me:hunter2@{server.address}/absent")
         assert caught.value.param == "lora_path"
         assert "hunter2" not in str(caught.value)
+
+
+def test_ranks_load_what_another_groups_store_has_sent(
+    executor: RayTPExecutor, checkpoint: Path, adapters: dict[str, str], tmp_path: Path
+) -> None:
+    args = settings(checkpoint, adapter_store_dir=str(tmp_path / "other"))
+    other = LocalExecutor(EngineConfig.parse(args))
+    manifest = other.inspect_adapter(adapters["a0"])
+    assert not executor.has_adapter_files(manifest.version)
+    assert executor.adapter_files(manifest.version) is None
+    files = other.adapter_files(manifest.version)
+    assert files is not None
+    executor.add_adapter_files(files, "out of reach")
+    assert executor.has_adapter_files(manifest.version)
+    arrived = executor.inspect_adapter("out of reach", manifest.version)
+    assert (arrived.version, arrived.source) == (manifest.version, "out of reach")
+    executor.stage_adapter(arrived)
+    assert executor.staged_versions() == [{manifest.version}] * 2
+    other.shutdown()
 
 
 @pytest.mark.parametrize("victim", [0, 1])

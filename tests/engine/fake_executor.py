@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from zlib import crc32
 
-from ray_lora.adapter import AdapterManifest, AdapterValidation, Refusal, StagingTimes, num_pages
+from ray_lora.adapter import AdapterFiles, AdapterManifest, AdapterValidation, Refusal, StagingTimes, num_pages
 from ray_lora.errors import AdapterRejectedError, EngineDeadError, InvalidRequestError, NotFoundError
 from ray_lora.request import SamplingParams
 from ray_lora.step import (
@@ -113,6 +113,8 @@ class FakeExecutor:
     max_loras: int = 0
     sources: dict[str, AdapterManifest] = field(default_factory=dict)
     """What `inspect_adapter` finds, by path."""
+    files: dict[str, AdapterFiles] = field(default_factory=dict)
+    """The store, by version."""
     is_broken: Callable[[SequenceStart], bool] = lambda start: POISON in start.prompt_token_ids
     """Whether a request's logits are not finite."""
     before_step: Callable[[StepPlan], None] = lambda _: None
@@ -164,7 +166,7 @@ class FakeExecutor:
         self.num_heartbeats += 1
         return StepResult(plan.step_id)
 
-    def inspect_adapter(self, source: str) -> AdapterManifest:
+    def inspect_adapter(self, source: str, version: str | None = None) -> AdapterManifest:
         self.calls.append(("inspect", source))
         self.before_inspect(source)
         if source not in self.sources:
@@ -176,6 +178,15 @@ class FakeExecutor:
             return AdapterValidation(self.inspect_adapter(source), ())
         except AdapterRejectedError as error:
             return AdapterValidation(None, (Refusal(str(error), error.param),))
+
+    def has_adapter_files(self, version: str) -> bool:
+        return version in self.files
+
+    def adapter_files(self, version: str) -> AdapterFiles | None:
+        return self.files.get(version)
+
+    def add_adapter_files(self, files: AdapterFiles, source: str) -> None:
+        self.files[files.config.decode()] = files
 
     def keep_adapter(self, manifest: AdapterManifest) -> None:
         self.calls.append(("keep", manifest.version))

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ray_lora.adapter import AdapterInfo, AdapterManifest, AdapterValidation, Refusal, Tier, TierUse
+from ray_lora.adapter import AdapterFiles, AdapterInfo, AdapterManifest, AdapterValidation, Refusal, Tier, TierUse
 from ray_lora.config import EngineConfig
 from ray_lora.engine.adapter_resolver import AdapterResolver, Candidate
 from ray_lora.errors import (
@@ -86,6 +86,8 @@ class FakeEngine:
         self.cancelled: list[str] = []
         self.num_running = 0
         self.adapters: dict[str, AdapterInfo] = {}
+        self.files: dict[str, AdapterFiles] = {}
+        """The store of its own, by version."""
         self.prepared: dict[str, bool] = {}
         """By version, whether it was staged."""
         self.refused: set[str] = set()
@@ -161,10 +163,27 @@ class FakeEngine:
         config = json.loads((Path(path) / "adapter_config.json").read_text())
         if config.get("use_dora"):
             raise AdapterRejectedError("use_dora is not supported", "use_dora")
+        self.files[f"v{config['r']}"] = AdapterFiles(json.dumps(config).encode(), b"")
         return AdapterManifest(f"v{config['r']}", path, path, config["r"], ("self_attn.q_proj",), 900, 500)
 
+    async def has_adapter_files(self, version: str) -> bool:
+        return version in self.files
+
+    async def adapter_files(self, version: str) -> AdapterFiles | None:
+        return self.files.get(version)
+
+    async def add_adapter_files(self, files: AdapterFiles, source: str) -> None:
+        self.files[f"v{json.loads(files.config)['r']}"] = files
+
+    async def _find(self, candidate: Candidate) -> AdapterManifest:
+        files = self.files.get(candidate.version or "")
+        if files is None or candidate.version is None:
+            return await self.inspect_adapter(candidate.path)
+        rank = json.loads(files.config)["r"]
+        return AdapterManifest(candidate.version, "", candidate.path, rank, ("self_attn.q_proj",), 900, 500)
+
     async def prepare_adapter(self, name: str, candidate: Candidate, stages: bool) -> None:
-        manifest = await self.inspect_adapter(candidate.path)
+        manifest = await self._find(candidate)
         if name in self.refused:
             raise CapacityError(f"no room for {name}")
         if manifest.version != candidate.version:
@@ -172,7 +191,7 @@ class FakeEngine:
         self.prepared[manifest.version] = stages
 
     async def point_adapter(self, name: str, candidate: Candidate) -> AdapterInfo:
-        manifest = await self.inspect_adapter(candidate.path)
+        manifest = await self._find(candidate)
         if manifest.version != candidate.version:
             raise NotFoundError(f"{candidate.path} has other content now, {manifest.version}", "lora_path")
         self.prepared.pop(manifest.version, None)

@@ -39,7 +39,10 @@ class GroupHandle:
         return GroupHandle(self.targets, method_name, stream)
 
     def remote(self, *args: Any) -> Any:
-        return getattr(self.targets[0], self._method)(*args)
+        targets = self.targets
+        if self._method == "adapter_files":
+            targets = [each for each in targets if each._id == args[0]]
+        return getattr(targets[0], self._method)(*args)
 
     def broadcast(self, method: str, *args: Any) -> Any:
         async def results_async() -> list[Any]:
@@ -102,7 +105,8 @@ async def running(
     group = Group(config, start)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replica_module.serve, "get_replica_context", new_context)
-        patch.setattr(replica_module.serve, "get_deployment_handle", lambda name, app: group.directory_handle)
+        handles = {replica_module.DIRECTORY_NAME: group.directory_handle, "LLMReplica": group.handle}
+        patch.setattr(replica_module.serve, "get_deployment_handle", lambda name, app: handles[name])
         await group.start_directory()
         try:
             for _ in range(num_replicas):
@@ -115,7 +119,9 @@ async def running(
 
 
 def new_context() -> Any:
-    return SimpleNamespace(replica_id=SimpleNamespace(unique_id=uuid.uuid4().hex), app_name="llama")
+    return SimpleNamespace(
+        replica_id=SimpleNamespace(unique_id=uuid.uuid4().hex), app_name="llama", deployment="LLMReplica"
+    )
 
 
 def in_event_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -186,9 +187,9 @@ async def test_a_name_that_a_replica_has_not_heard_of_is_asked_for(config: Engin
         late._follower._has_served = True
         await group.client.load_adapter("a", adapter(8))
         await late._follower.ask_about("a")
-        assert late._follower.find("a").version == "v8"
+        assert (await asyncio.to_thread(late._follower.find, "a")).version == "v8"
         await late._follower.ask_about("nobody")
-        assert late._follower.find("nobody") is None
+        assert await asyncio.to_thread(late._follower.find, "nobody") is None
         await group.stop(late)
 
 
@@ -288,3 +289,79 @@ async def until(condition: Callable[[], bool]) -> None:
 
 def fail(*_: object) -> None:
     raise OSError("disk full")
+
+
+@in_event_loop
+async def test_a_source_is_read_once_and_the_files_travel_to_replicas_that_cannot_reach_it(
+    config: EngineConfig, adapter: MakeAdapter
+) -> None:
+    async with running(config, 3) as group:
+        readers: list[int] = []
+        for number, engine in enumerate(group.engines):
+            inspect = engine.inspect_adapter
+
+            async def spy(path: str, number: int = number, inspect: Any = inspect) -> Any:
+                readers.append(number)
+                return await inspect(path)
+
+            engine.inspect_adapter = spy
+        await group.client.load_adapter("a", adapter(8))
+        assert readers == [0]
+        assert group.held() == [{"a": ("v8", False)}] * 3
+        assert [set(engine.files) for engine in group.engines] == [{"v8"}] * 3
+
+
+@in_event_loop
+async def test_a_path_of_one_node_is_found_by_the_replica_that_has_it(
+    config: EngineConfig, adapter: MakeAdapter
+) -> None:
+    async with running(config, 3) as group:
+        for engine in group.engines[:2]:
+            engine.inspect_adapter = unreachable
+        await group.client.load_adapter("a", adapter(8))
+        assert group.held() == [{"a": ("v8", False)}] * 3
+        group.engines[2].inspect_adapter = unreachable
+        with pytest.raises(NotFoundError):
+            await group.client.load_adapter("b", adapter(9))
+
+
+@in_event_loop
+async def test_a_late_replica_has_the_files_of_another_when_the_source_is_gone(
+    config: EngineConfig, adapter: MakeAdapter
+) -> None:
+    async with running(config, 2) as group:
+        await group.client.load_adapter("a", adapter(8))
+        del group.engines[0].files["v8"]
+        shutil.rmtree(adapter(8))
+        late = await group.start_replica()
+        assert group.held() == [{"a": ("v8", False)}] * 3
+        assert set(late._engine.files) == {"v8"}
+
+
+@in_event_loop
+async def test_if_no_replica_has_the_files_any_more_the_source_is_read_again(
+    config: EngineConfig, adapter: MakeAdapter
+) -> None:
+    async with running(config, 2) as group:
+        await group.client.load_adapter("a", adapter(8))
+        for engine in group.engines:
+            engine.files.clear()
+        await group.start_replica()
+        assert group.held() == [{"a": ("v8", False)}] * 3
+
+
+@in_event_loop
+async def test_a_request_for_an_adapter_that_is_still_to_come_has_the_files_of_another_replica(
+    config: EngineConfig, adapter: MakeAdapter
+) -> None:
+    async with running(config, 2) as group:
+        await group.client.load_adapter("a", adapter(8))
+        await group.engines[1].unload_adapter("a")
+        group.engines[1].files.clear()
+        found = await asyncio.to_thread(group.replicas[1]._follower.find, "a")
+        assert found.version == "v8"
+        assert set(group.engines[1].files) == {"v8"}
+
+
+async def unreachable(path: str) -> Any:
+    raise NotFoundError(f"lora_path: {path} does not exist", "lora_path")
