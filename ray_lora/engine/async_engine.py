@@ -80,7 +80,7 @@ class AsyncEngine:
         group: RequestGroup | None = None
         num_unfinished = request.sampling_params.n
         arrived_at = time.monotonic()
-        deadlines = Deadlines(self.config)
+        deadlines = Deadlines(self.config, request.arrival_time)
         try:
             async with deadlines.while_waiting():
                 grammar = await self._compile_grammar(request)

@@ -1,6 +1,7 @@
 """How long one request may wait to begin, and how long it may take."""
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
@@ -11,12 +12,17 @@ from ray_lora.request import GenerateChunk
 
 
 class Deadlines:
-    """Both count from its construction, in one event loop. A request is told by an error in its stream."""
+    """Both count from the request's arrival. Belongs to one event loop; a request is told by an error in its stream.
 
-    def __init__(self, config: EngineConfig) -> None:
+    Args:
+        arrival_time: `GenerateRequest.arrival_time`. Of another host, it is as right as the clocks are alike.
+    """
+
+    def __init__(self, config: EngineConfig, arrival_time: float | None = None) -> None:
         self._config = config
         self._loop = asyncio.get_running_loop()
-        self._arrived = self._loop.time()
+        age_s = 0.0 if arrival_time is None else max(0.0, time.time() - arrival_time)
+        self._arrived = self._loop.time() - age_s
         self._timers: list[asyncio.TimerHandle] = []
 
     @asynccontextmanager

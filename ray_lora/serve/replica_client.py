@@ -4,19 +4,21 @@ import asyncio
 import itertools
 import logging
 import uuid
+from collections import deque
 from collections.abc import AsyncGenerator, Coroutine
 from typing import Any
 
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from ray_lora.adapter import AdapterInfo, AdapterValidation, Tier, TierUse
-from ray_lora.errors import EngineDeadError, RayLoraError
+from ray_lora.config import EngineConfig
+from ray_lora.engine.deadlines import Deadlines
+from ray_lora.errors import EngineDeadError, OverloadedError, RayLoraError
 from ray_lora.request import GenerateChunk, GenerateRequest
 from ray_lora.serve.adapter_listing import merged
 from ray_lora.serve.outbox import Item, decode
 from ray_lora.serve.replica import Accepted
 from ray_lora.serve.replica_calls import answer, as_ours, every_answer
-from ray_lora.serve.request_observer import RequestObserver
 from ray_lora.stats import EngineStats
 from ray_lora.step import ModelInfo
 
@@ -24,6 +26,10 @@ logger = logging.getLogger("ray.serve")
 
 HEALTH_TIMEOUT_S = 4.5
 """A replica that does not say within this how it is, is not well; its ranks get 3 s to say so themselves."""
+RETRY_AFTER_S = 5.0
+"""What a caller is told for whom no replica was there in time."""
+MAX_REMEMBERED = 16
+"""Replicas with a dead engine. Serve takes each down within seconds, and ids do not come again."""
 
 
 class ReplicaClient:
@@ -33,37 +39,37 @@ class ReplicaClient:
     cancellation. What a replica has to tell comes through one stream for all of them; see `outbox.py`.
     """
 
-    def __init__(
-        self, replicas: DeploymentHandle[Any], directory: DeploymentHandle[Any], observer: RequestObserver
-    ) -> None:
+    def __init__(self, replicas: DeploymentHandle[Any], directory: DeploymentHandle[Any], config: EngineConfig) -> None:
         self._replicas = replicas
         self._directory = directory
-        self._observer = observer
+        self._config = config
         self._submit = replicas.options(method_name="submit", stream=True)
         self._outbox = replicas.options(method_name="outbox", stream=True)
         self._id = uuid.uuid4().hex
         self._keys = itertools.count()
-        self._queues: dict[int, asyncio.Queue[Item]] = {}
+        self._queues: dict[int, asyncio.Queue[Item | Accepted]] = {}
         self._replica_of: dict[int, str] = {}
         self._opened: dict[str, int] = {}
+        self._dead: deque[str] = deque(maxlen=MAX_REMEMBERED)
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
         key = next(self._keys)
-        queue: asyncio.Queue[Item] = asyncio.Queue()
+        queue: asyncio.Queue[Item | Accepted] = asyncio.Queue()
         self._queues[key] = queue
-        call: Any = self._submit.remote(request, self._id, key)
+        call: Any = self._submit.remote(request, self._id, key, tuple(self._dead))
         watching = self._start(self._watch(call, key))
         is_over = False
         try:
-            with self._observer.watch(request) as record:
-                while (item := await queue.get()) is not None:
-                    if isinstance(item, RayLoraError):
-                        is_over = True
-                        raise item
-                    record.add(item)
+            item = await self._first_of(queue, request)
+            while item is not None:
+                if isinstance(item, RayLoraError):
+                    is_over = not isinstance(item, EngineDeadError)  # it may be the way to the replica that broke
+                    raise item
+                if isinstance(item, GenerateChunk):
                     yield item
-                is_over = True
+                item = await queue.get()
+            is_over = True
         finally:
             del self._queues[key]
             self._replica_of.pop(key, None)
@@ -118,18 +124,34 @@ class ReplicaClient:
             return [str(error)]
         return [reason for answer in answers for reason in answer]
 
+    async def _first_of(self, queue: "asyncio.Queue[Item | Accepted]", request: GenerateRequest) -> Item | Accepted:
+        """Wait for a replica to take the request, but not for ever.
+
+        Raises:
+            OverloadedError, RequestTimeoutError: none did in time.
+        """
+        limit_s = self._config.replica_timeout_s
+        try:
+            async with Deadlines(self._config, request.arrival_time).while_waiting(), asyncio.timeout(limit_s):
+                return await queue.get()
+        except TimeoutError:
+            raise OverloadedError(f"No replica has become available in {limit_s:g} s.", RETRY_AFTER_S) from None
+
     async def _watch(self, call: DeploymentResponseGenerator[Accepted | bytes], key: int) -> None:
         """Follow a request's own call: where it runs, and whether it breaks."""
+        replica_id = ""
         try:
             async for accepted in call:
                 if isinstance(accepted, bytes):
-                    self._tell_all(accepted)
+                    self._tell_all(replica_id, accepted)
                     continue
+                replica_id = accepted.replica_id
                 if key in self._queues:
-                    self._replica_of[key] = accepted.replica_id
-                if self._opened.get(accepted.replica_id, -1) < accepted.epoch:
-                    self._opened[accepted.replica_id] = accepted.epoch
-                    self._start(self._follow_outbox(accepted.replica_id))
+                    self._replica_of[key] = replica_id
+                    self._tell(key, accepted)
+                if self._opened.get(replica_id, -1) < accepted.epoch:
+                    self._opened[replica_id] = accepted.epoch
+                    self._start(self._follow_outbox(replica_id))
         except Exception as error:
             self._tell(key, as_ours(error))
 
@@ -137,7 +159,7 @@ class ReplicaClient:
         try:
             batches: Any = self._outbox.remote(replica_id, self._id)
             async for batch in batches:
-                self._tell_all(batch)
+                self._tell_all(replica_id, batch)
         except Exception as error:
             logger.warning("the stream of replica %s broke: %s", replica_id, error)
             self._opened.pop(replica_id, None)
@@ -150,11 +172,13 @@ class ReplicaClient:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def _tell_all(self, batch: bytes) -> None:
+    def _tell_all(self, replica_id: str, batch: bytes) -> None:
         for key, item in decode(batch):
+            if isinstance(item, EngineDeadError) and replica_id not in self._dead:
+                self._dead.append(replica_id)
             self._tell(key, item)
 
-    def _tell(self, key: int, item: Item) -> None:
+    def _tell(self, key: int, item: Item | Accepted) -> None:
         queue = self._queues.get(key)
         if queue is not None:
             queue.put_nowait(item)

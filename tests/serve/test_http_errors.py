@@ -59,6 +59,7 @@ def test_the_table_of_statuses(error: errors.RayLoraError, status: int) -> None:
 def test_no_room_says_when_to_come_again(after: float | None, header: str) -> None:
     for kind in (errors.CapacityError, errors.RateLimitError, errors.OverloadedError):
         assert error_response(kind("full", after)).headers["retry-after"] == header
+    assert error_response(errors.EngineDeadError("rank 1 is gone")).headers["retry-after"] == "1"
 
 
 def test_rays_errors_become_ours() -> None:
