@@ -3,9 +3,10 @@
 import asyncio
 import itertools
 import logging
+import time
 import uuid
-from collections import deque
 from collections.abc import AsyncGenerator, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any
 
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
@@ -28,8 +29,8 @@ HEALTH_TIMEOUT_S = 4.5
 """A replica that does not say within this how it is, is not well; its ranks get 3 s to say so themselves."""
 RETRY_AFTER_S = 5.0
 """What a caller is told for whom no replica was there in time."""
-MAX_REMEMBERED = 16
-"""Replicas with a dead engine. Serve takes each down within seconds, and ids do not come again."""
+AVOID_S = 30.0
+"""No request is sent to a replica for so long after it said that its engine is dead; Serve takes it down meanwhile."""
 
 
 class ReplicaClient:
@@ -50,14 +51,15 @@ class ReplicaClient:
         self._queues: dict[int, asyncio.Queue[Item | Accepted]] = {}
         self._replica_of: dict[int, str] = {}
         self._opened: dict[str, int] = {}
-        self._dead: deque[str] = deque(maxlen=MAX_REMEMBERED)
+        self._died_at: dict[str, float] = {}
+        """By replica, when it said that its engine is dead."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
         key = next(self._keys)
         queue: asyncio.Queue[Item | Accepted] = asyncio.Queue()
         self._queues[key] = queue
-        call: Any = self._submit.remote(request, self._id, key, tuple(self._dead))
+        call: Any = self._submit.remote(request, self._id, key, self._dead_replicas())
         watching = self._start(self._watch(call, key))
         is_over = False
         try:
@@ -102,7 +104,7 @@ class ReplicaClient:
 
     async def list_adapters(self) -> list[AdapterInfo]:
         lists = await every_answer(self._replicas, "list_adapters")
-        return merged(lists or [await answer(self._replicas.list_adapters.remote())])  # which waits for a replica
+        return merged(lists or [await self._ask_one("list_adapters")])  # which waits for a replica
 
     async def adapter_tiers(self) -> list[dict[Tier, TierUse]]:
         return await self._on_all("adapter_tiers")
@@ -111,7 +113,7 @@ class ReplicaClient:
         return dict(await self._on_all("stats"))
 
     async def model_info(self) -> ModelInfo:
-        info: ModelInfo = await answer(self._replicas.model_info.remote())
+        info: ModelInfo = await self._ask_one("model_info")
         return info
 
     async def check_health(self) -> None:
@@ -124,16 +126,27 @@ class ReplicaClient:
             return [str(error)]
         return [reason for answer in answers for reason in answer]
 
+    def _dead_replicas(self) -> tuple[str, ...]:
+        for replica_id, at in list(self._died_at.items()):
+            if time.monotonic() - at > AVOID_S:
+                del self._died_at[replica_id]
+        return tuple(self._died_at)
+
     async def _first_of(self, queue: "asyncio.Queue[Item | Accepted]", request: GenerateRequest) -> Item | Accepted:
         """Wait for a replica to take the request, but not for ever.
 
         Raises:
             OverloadedError, RequestTimeoutError: none did in time.
         """
+        async with Deadlines(self._config, request.arrival_time).while_waiting(), self._until_replica():
+            return await queue.get()
+
+    @asynccontextmanager
+    async def _until_replica(self) -> AsyncGenerator[None, None]:
         limit_s = self._config.replica_timeout_s
         try:
-            async with Deadlines(self._config, request.arrival_time).while_waiting(), asyncio.timeout(limit_s):
-                return await queue.get()
+            async with asyncio.timeout(limit_s):
+                yield
         except TimeoutError:
             raise OverloadedError(f"No replica has become available in {limit_s:g} s.", RETRY_AFTER_S) from None
 
@@ -174,14 +187,19 @@ class ReplicaClient:
 
     def _tell_all(self, replica_id: str, batch: bytes) -> None:
         for key, item in decode(batch):
-            if isinstance(item, EngineDeadError) and replica_id not in self._dead:
-                self._dead.append(replica_id)
+            if isinstance(item, EngineDeadError):
+                self._died_at[replica_id] = time.monotonic()
             self._tell(key, item)
 
     def _tell(self, key: int, item: Item | Accepted) -> None:
         queue = self._queues.get(key)
         if queue is not None:
             queue.put_nowait(item)
+
+    async def _ask_one(self, method: str) -> Any:
+        """Call any replica; a call that it answers at once."""
+        async with self._until_replica():
+            return await answer(getattr(self._replicas, method).remote())
 
     async def _ask_all(self, method: str) -> list[Any]:
         """Call every replica, but wait for none that hangs."""

@@ -22,6 +22,19 @@ Directory = type("Directory", (AdapterDirectory,), {"__del__": lambda self: None
 """Serve awaits their own `__del__`; here nobody does."""
 
 
+class Stream:
+    """What a streaming call gives. Whoever cancels it cancels the task that reads it as well, which is enough here."""
+
+    def __init__(self, items: AsyncIterator[Any]) -> None:
+        self._items = items
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return self._items
+
+    def cancel(self) -> None:
+        pass
+
+
 class GroupHandle:
     """A deployment handle to objects in this process; calls go to the first of them, but no request to a dead one."""
 
@@ -43,7 +56,8 @@ class GroupHandle:
             targets = [each for each in targets if each._id not in args[3]]
         elif self._method in ("adapter_files", "outbox"):
             targets = [each for each in targets if each._id == args[0]]
-        return getattr(targets[0], self._method)(*args)
+        answer = getattr(targets[0], self._method)(*args)
+        return Stream(answer) if self._stream else answer
 
     def broadcast(self, method: str, *args: Any) -> Any:
         async def results_async() -> list[Any]:

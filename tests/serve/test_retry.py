@@ -104,13 +104,3 @@ def test_no_other_failure_runs_again(fields: dict[str, Any], status: int, server
     answer = http.post("/v1/completions", json=BODIES["/v1/completions"] | fields)
     assert answer.status_code == status
     assert len(server.engine.requests) <= 1
-
-
-def test_a_caller_that_leaves_while_its_answer_is_held_back_cancels_it(server: Server) -> None:
-    server.engine.step_s = 0.05
-    with httpx.Client(base_url=server.url, timeout=0.2) as leaving, pytest.raises(httpx.ReadTimeout):
-        leaving.post("/v1/completions", json={"prompt": [5], "max_tokens": 40, "request_id": "left"})
-    server.engine.step_s = 0.0
-    with httpx.Client(base_url=server.url, timeout=20) as http:
-        http.post("/v1/completions", json=BODIES["/v1/completions"])
-    assert server.engine.cancelled == ["cmpl-left"]
