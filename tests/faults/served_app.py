@@ -6,17 +6,21 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 import pytest
 import ray
+import yaml
 from ray import serve
 
 from ray_lora.config import EngineConfig
 from ray_lora.serve import app
 from ray_lora.serve.replica import EngineStarter
+
+DEPLOYMENT = Path(__file__).parents[2] / "deployments" / "llama.yaml"
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,7 @@ class App:
     """A served application."""
 
     url: str
+    num_replicas: int
     start_s: float
     """How long it took from a running Ray to being ready: the model's load time, and more."""
 
@@ -54,10 +59,11 @@ def served(
     ray.shutdown()
     ray.init(num_cpus=num_cpus, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
     try:
-        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        options = yaml.safe_load(DEPLOYMENT.read_text())["controller_options"]
+        serve.start(http_options={"host": "127.0.0.1", "port": port}, controller_options=options)
         begin = time.monotonic()
         deploy(config, num_replicas, start)
-        yield App(f"http://127.0.0.1:{port}", time.monotonic() - begin)
+        yield App(f"http://127.0.0.1:{port}", num_replicas, time.monotonic() - begin)
         serve.shutdown()
     finally:
         ray.shutdown()

@@ -4,6 +4,7 @@ Nothing is lost but the streams that have begun on what dies, and with Serve's o
 """
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from tests.tiny import make_adapter, make_checkpoint, random_prompts
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 
 NAMES = ("a0", "a1", "a2")
-NUM_TOKENS = 60
+NUM_TOKENS = 150
 HEALED_S = 180.0
 
 ONE = pytest.param((1, 1), id="one-replica")
@@ -64,12 +65,10 @@ def questions(app: App) -> list[Question]:
 
 @pytest.fixture
 def traffic(app: App, questions: list[Question]) -> Iterator[Traffic]:
-    """That has begun; afterwards everything is as before."""
-    before = held()
+    """That has begun."""
     with Traffic(app.url, questions) as traffic:
         traffic.wait_for_answers(16)
         yield traffic
-    wait_for(lambda: app.get("/ready").status_code == 200 and held() == before, HEALED_S, "all to be as before")
 
 
 def held() -> list[set[str]]:
@@ -85,16 +84,27 @@ def replicas() -> list[psutil.Process]:
     return processes("ray::ServeReplica:faults:LLMReplica")
 
 
+def num_retries(app: App) -> int:
+    (line,) = re.findall(r"^ray_lora:request_retries_total{.*} (.*)$", app.get("/metrics").text, re.MULTILINE)
+    return int(float(line))
+
+
 def kill(process: psutil.Process, traffic: Traffic) -> None:
     traffic.mark_fault()
     os.kill(process.pid, signal.SIGKILL)
 
 
-def check(report: Report, tell: Tell) -> None:
-    tell(report)
+def see_through(app: App, traffic: Traffic, tell: Tell) -> Report:
+    """Keep asking until every replica is there and has its adapters, and a while longer."""
+    healed_s = wait_for(
+        lambda: held() == [set(NAMES)] * app.num_replicas and app.get("/ready").status_code == 200, HEALED_S, "health"
+    )
+    traffic.wait_for_answers(32)
+    traffic.wait_until_steady(HEALED_S)
+    report = traffic.report
+    tell(f"{report}; {num_retries(app)} retried so far; all replicas with all adapters {healed_s:.1f} s")
     assert report.num_wrong == 0
-    assert report.num_lost == 0
-    assert report.num_failed_unstreamed == 0
+    return report
 
 
 @pytest.mark.parametrize("app", [TWO, ONE], indirect=True)
@@ -102,8 +112,8 @@ def test_a_killed_replica_breaks_the_streams_that_have_begun_there_and_nothing_e
     app: App, traffic: Traffic, tell: Tell
 ) -> None:
     kill(replicas()[0], traffic)
-    traffic.wait_until_steady(HEALED_S)
-    check(traffic.report, tell)
+    report = see_through(app, traffic, tell)
+    assert (report.num_lost, report.num_failed_unstreamed) == (0, 0)
 
 
 @pytest.mark.parametrize("app", [TWO_OF_TWO], indirect=True)
@@ -112,26 +122,20 @@ def test_a_killed_rank_breaks_the_streams_of_its_replica_that_have_begun_and_not
     app: App, traffic: Traffic, victim: int, tell: Tell
 ) -> None:
     kill(ranks()[victim], traffic)
-    traffic.wait_until_steady(HEALED_S)
-    check(traffic.report, tell)
+    report = see_through(app, traffic, tell)
+    assert (report.num_lost, report.num_failed_unstreamed) == (0, 0)
 
 
 @pytest.mark.parametrize("app", [TWO], indirect=True)
-def test_a_killed_controller_harms_no_request(app: App, traffic: Traffic, tell: Tell) -> None:
-    (controller,) = processes("ray::ServeController")
-    kill(controller, traffic)
-    wait_for(lambda: processes("ray::ServeController"), HEALED_S, "a controller")
-    traffic.wait_until_steady(HEALED_S)
-    check(traffic.report, tell)
-    assert traffic.report.num_broken == 0
-
-
-@pytest.mark.parametrize("app", [TWO], indirect=True)
-def test_a_killed_directory_harms_no_request(app: App, traffic: Traffic, tell: Tell) -> None:
-    kill(processes("ray::ServeReplica:faults:AdapterDirectory")[0], traffic)
-    traffic.wait_until_steady(HEALED_S)
-    check(traffic.report, tell)
-    assert traffic.report.num_broken == 0
+@pytest.mark.parametrize("title", ["ray::ServeController", "ray::ServeReplica:faults:AdapterDirectory"])
+def test_no_request_notices_that_the_controller_or_the_directory_is_killed(
+    app: App, traffic: Traffic, title: str, tell: Tell
+) -> None:
+    (victim,) = processes(title)
+    kill(victim, traffic)
+    wait_for(lambda: processes(title) not in ([], [victim]), HEALED_S, "another one")
+    report = see_through(app, traffic, tell)
+    assert report.failures == {}
 
 
 @pytest.mark.parametrize("app", [TWO], indirect=True)
@@ -139,20 +143,19 @@ def test_a_killed_directory_harms_no_request(app: App, traffic: Traffic, tell: T
 def test_a_killed_http_side_loses_what_is_under_way_and_is_back(
     app: App, traffic: Traffic, title: str, tell: Tell
 ) -> None:
-    kill(processes(title)[0], traffic)
-    traffic.wait_until_steady(HEALED_S)
-    tell(traffic.report)
-    assert traffic.report.num_wrong == 0
+    (victim,) = processes(title)
+    kill(victim, traffic)
+    wait_for(lambda: processes(title) not in ([], [victim]), HEALED_S, "another one")
+    see_through(app, traffic, tell)
 
 
 @pytest.mark.parametrize("app", [TWO], indirect=True)
-def test_a_rolling_upgrade_harms_no_request(app: App, traffic: Traffic, config: EngineConfig, tell: Tell) -> None:
+def test_no_request_notices_an_upgrade(app: App, traffic: Traffic, config: EngineConfig, tell: Tell) -> None:
     before = {process.pid for process in replicas()}
     traffic.mark_fault()
     begin = time.monotonic()
-    deploy(config.model_copy(update={"max_num_seqs": 32}), num_replicas=2)
+    deploy(config.model_copy(update={"max_num_seqs": 32}), app.num_replicas)
     tell(f"upgraded in {time.monotonic() - begin:.1f} s")
-    traffic.wait_until_steady(HEALED_S)
     wait_for(lambda: not before & {process.pid for process in replicas()}, HEALED_S, "the old replicas to end")
-    check(traffic.report, tell)
-    assert traffic.report.num_broken == 0
+    report = see_through(app, traffic, tell)
+    assert report.failures == {}
