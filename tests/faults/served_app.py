@@ -28,6 +28,7 @@ class App:
     """A served application."""
 
     url: str
+    config: EngineConfig
     num_replicas: int
     start_s: float
     """How long it took from a running Ray to being ready: the model's load time, and more."""
@@ -63,7 +64,7 @@ def served(
         serve.start(http_options={"host": "127.0.0.1", "port": port}, controller_options=options)
         begin = time.monotonic()
         deploy(config, num_replicas, start)
-        yield App(f"http://127.0.0.1:{port}", num_replicas, time.monotonic() - begin)
+        yield App(f"http://127.0.0.1:{port}", config, num_replicas, time.monotonic() - begin)
         serve.shutdown()
     finally:
         ray.shutdown()

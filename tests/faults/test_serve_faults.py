@@ -52,7 +52,9 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
 def app(request: pytest.FixtureRequest, config: EngineConfig) -> Iterator[App]:
     """With the adapters loaded at run time, so that nobody but the application itself can bring them back."""
     num_replicas, size = request.param
-    with served(config.model_copy(update={"tensor_parallel_size": size}), num_replicas) as app:
+    registry = config.model_path.parent / "registry.db" if num_replicas == 1 else None
+    changes = {"tensor_parallel_size": size, "lora_registry_path": registry and str(registry)}
+    with served(config.model_copy(update=changes), num_replicas) as app:
         for name in NAMES:
             app.load(name, config.model_path.parent / name).raise_for_status()
         yield app
@@ -149,12 +151,13 @@ def test_a_killed_http_side_loses_what_is_under_way_and_is_back(
     see_through(app, traffic, tell)
 
 
-@pytest.mark.parametrize("app", [TWO], indirect=True)
-def test_no_request_notices_an_upgrade(app: App, traffic: Traffic, config: EngineConfig, tell: Tell) -> None:
+@pytest.mark.parametrize("app", [TWO, ONE], indirect=True)
+def test_no_request_notices_an_upgrade(app: App, traffic: Traffic, tell: Tell) -> None:
+    """One replica alone takes its adapters with it, unless a file remembers them."""
     before = {process.pid for process in replicas()}
     traffic.mark_fault()
     begin = time.monotonic()
-    deploy(config.model_copy(update={"max_num_seqs": 32}), app.num_replicas)
+    deploy(app.config.model_copy(update={"max_num_seqs": 32}), app.num_replicas)
     tell(f"upgraded in {time.monotonic() - begin:.1f} s")
     wait_for(lambda: not before & {process.pid for process in replicas()}, HEALED_S, "the old replicas to end")
     report = see_through(app, traffic, tell)

@@ -80,6 +80,8 @@ class Report:
     """Until the first right answer to a request that was sent after the fault."""
     steady_s: float | None
     """Until the first right answer after which nothing failed."""
+    longest_s: float
+    """The longest that anybody waited for a whole answer, from when it was asked."""
     last_message: str | None
     """Of the last failure."""
 
@@ -92,6 +94,7 @@ class Report:
             f"{self.num_sent} sent, {self.num_answered} answered, {self.num_lost} lost, {self.num_wrong} wrong, "
             f"{self.num_broken} broken while streamed, {self.num_failed_unstreamed} failed while unstreamed"
         )
+        times.append(f"longest answer {self.longest_s:.1f} s")
         return "; ".join([counts, *times, *(f"{count} x {reason}" for reason, count in self.failures.items())])
 
 
@@ -142,6 +145,7 @@ class Traffic:
         with self._lock:
             requests = list(self._requests)
         failed = [each for each in requests if each.outcome != "answered"]
+        answered = [each for each in requests if each.outcome == "answered"]
         fault_at = self._fault_at
         good = sorted(
             each.ended_at for each in requests if each.outcome == "answered" and not each.is_wrong and each.ended_at
@@ -155,7 +159,7 @@ class Traffic:
         steady = [at for at in good if at >= max(last_failure_at, fault_at or 0.0)]
         return Report(
             num_sent=len(requests),
-            num_answered=len(requests) - len(failed),
+            num_answered=len(answered),
             num_wrong=sum(each.is_wrong for each in requests),
             num_lost=sum(each.outcome == "lost" for each in requests),
             num_failed_unstreamed=sum(each.failed_unstreamed for each in requests),
@@ -163,6 +167,9 @@ class Traffic:
             failures=dict(Counter(_kind(each) for each in failed)),
             first_good_s=None if fault_at is None or not first else min(first) - fault_at,
             steady_s=None if fault_at is None or not steady else steady[0] - fault_at,
+            longest_s=max(
+                (each.ended_at - each.sent_at for each in requests if each.outcome == "answered"), default=0.0
+            ),
             last_message=failed[-1].reason if failed else None,
         )
 
