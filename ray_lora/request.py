@@ -113,8 +113,8 @@ class GenerateRequest:
     """W3C `traceparent` and `tracestate` of who asked."""
     priority: int = 0
     """vLLM's: of the requests for one adapter that wait, those with the lowest number run first."""
-    arrival_time: float | None = field(default=None, compare=False)
-    """vLLM's: when it came in, in seconds since the epoch, for its deadlines; by default when the engine gets it."""
+    waited_s: float = field(default=0.0, compare=False)
+    """How long ago it came in when it was sent to the engine, for its deadlines."""
 
 
 @dataclass(frozen=True, slots=True)

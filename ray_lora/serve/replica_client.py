@@ -14,7 +14,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from ray_lora.adapter import AdapterInfo, AdapterValidation, Tier, TierUse
 from ray_lora.config import EngineConfig
 from ray_lora.engine.deadlines import Deadlines
-from ray_lora.errors import EngineDeadError, OverloadedError, RayLoraError
+from ray_lora.errors import EngineDeadError, OverloadedError, RayLoraError, RequestTimeoutError
 from ray_lora.request import GenerateChunk, GenerateRequest
 from ray_lora.serve.adapter_listing import merged
 from ray_lora.serve.outbox import Item, decode
@@ -62,17 +62,22 @@ class ReplicaClient:
         call: Any = self._submit.remote(request, self._id, key, self._dead_replicas())
         watching = self._start(self._watch(call, key))
         is_over = False
+        deadlines = Deadlines(self._config, request.waited_s)
         try:
-            item = await self._first_of(queue, request)
+            async with deadlines.while_waiting(), self._until_replica():
+                item = await queue.get()
+            deadlines.watch_end(queue.put_nowait)
             while item is not None:
                 if isinstance(item, RayLoraError):
-                    is_over = not isinstance(item, EngineDeadError)  # it may be the way to the replica that broke
+                    # With these two the replica may not know that the request has ended.
+                    is_over = not isinstance(item, EngineDeadError | RequestTimeoutError)
                     raise item
                 if isinstance(item, GenerateChunk):
                     yield item
                 item = await queue.get()
             is_over = True
         finally:
+            deadlines.close()
             del self._queues[key]
             self._replica_of.pop(key, None)
             if not is_over:
@@ -132,17 +137,13 @@ class ReplicaClient:
                 del self._died_at[replica_id]
         return tuple(self._died_at)
 
-    async def _first_of(self, queue: "asyncio.Queue[Item | Accepted]", request: GenerateRequest) -> Item | Accepted:
-        """Wait for a replica to take the request, but not for ever.
-
-        Raises:
-            OverloadedError, RequestTimeoutError: none did in time.
-        """
-        async with Deadlines(self._config, request.arrival_time).while_waiting(), self._until_replica():
-            return await queue.get()
-
     @asynccontextmanager
     async def _until_replica(self) -> AsyncGenerator[None, None]:
+        """Around what waits until there is a replica.
+
+        Raises:
+            OverloadedError: it took too long.
+        """
         limit_s = self._config.replica_timeout_s
         try:
             async with asyncio.timeout(limit_s):

@@ -79,11 +79,12 @@ class ServedModel:
         Args:
             is_streamed: whether the caller sees each as it comes; see `retried` for what that means.
         """
-        request = replace(request, arrival_time=time.time())
+        arrived_at = time.monotonic()
         with self._admission.enter(tenant, request) as ticket, self._observer.watch(request) as record:
 
             async def run() -> AsyncGenerator[GenerateChunk, None]:
-                async with aclosing(self.client.generate(request)) as chunks:
+                sent = replace(request, waited_s=time.monotonic() - arrived_at)
+                async with aclosing(self.client.generate(sent)) as chunks:
                     async for chunk in chunks:
                         ticket.count(chunk)
                         record.add(chunk)

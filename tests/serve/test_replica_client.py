@@ -1,7 +1,6 @@
 """The ingress's side and the replica's side of a request, joined without Serve between them."""
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator
 
 import pytest
@@ -96,11 +95,26 @@ def test_a_request_waits_for_a_replica_as_long_as_it_may(
     asyncio.run(main())
 
 
-def test_a_request_that_was_given_to_a_replica_late_has_that_much_less_time(config: EngineConfig) -> None:
+def test_a_request_that_has_waited_before_has_that_much_less_time(config: EngineConfig) -> None:
     async def main() -> None:
         async with running(config.model_copy(update={"request_timeout_s": 60.0}), 1) as group:
-            request = GenerateRequest(prompt=[5], arrival_time=time.time() - 61)
+            request = GenerateRequest(prompt=[5], waited_s=61.0)
             with pytest.raises(RequestTimeoutError):
                 _ = [chunk async for chunk in group.client.generate(request)]
+
+    asyncio.run(main())
+
+
+def test_a_request_that_is_out_of_time_here_is_cancelled_there(config: EngineConfig) -> None:
+    async def main() -> None:
+        async with running(config.model_copy(update={"request_timeout_s": 0.2}), 1) as group:
+            (engine,) = group.engines
+            engine.step_s = 0.05
+            request = GenerateRequest(prompt=[5], sampling_params=SamplingParams(max_tokens=50), request_id="slow")
+            with pytest.raises(RequestTimeoutError):
+                _ = [chunk async for chunk in group.client.generate(request)]
+            async with asyncio.timeout(5):
+                while engine.cancelled != ["slow"]:
+                    await asyncio.sleep(0.01)
 
     asyncio.run(main())
