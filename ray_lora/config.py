@@ -110,8 +110,8 @@ class EngineConfig(BaseModel):
     """A local directory whose folders are adapters: one that is requested by its name is loaded on first use."""
     lora_registry_path: str | None = None
     """A file that remembers the adapters loaded at run time, for a server that starts again. On Kubernetes, put it
-    on a volume that every pod has; and `adapter_store_dir`, if what was loaded from a path of one pod is to come back after
-    all have gone."""
+    on a volume that every pod has; and `adapter_store_dir`, if what was loaded from a path of one pod is to come back
+    after all have gone."""
     adapter_load_timeout_s: float = Field(60.0, gt=0)
     """Longest wait of a rank for the others while an adapter is staged."""
     allow_runtime_lora_updating: bool = Field(default_factory=_environment_allows_runtime_lora_updating)

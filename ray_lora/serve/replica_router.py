@@ -31,8 +31,8 @@ class RoutingStats(TypedDict, total=False):
 
 
 class ReplicaRouter(RequestRouter):
-    """A request goes where it costs least, see `replica_score`, but to no replica that the ingress knows to be dead; some
-    other calls name their replica.
+    """A request goes where it costs least, see `replica_score`, and to no replica that the ingress knows to be dead.
+    Some other calls name their replica.
 
     Where an adapter goes is remembered from its first request on, so that a burst for one that is nowhere yet is loaded
     once, whatever the replicas have told so far.
