@@ -134,6 +134,10 @@ class EngineConfig(BaseModel):
     request_timeout_s: float | None = Field(None, gt=0)
     """A request that has not ended by then, counted from its arrival, is aborted, with 504."""
 
+    replica_timeout_s: float = Field(120.0, gt=0)
+    """A request for which no replica is running, as while the only one is being rebuilt, waits this long for one and is
+    then refused, with 503; or until one of the two timeouts above, if that is sooner."""
+
     tensor_parallel_size: int = Field(1, ge=1)
     distributed_executor_backend: Literal["auto", "local", "ray"] = "auto"
     """`local` keeps the only rank in this process; `auto` is `local` for one rank on a CPU and `ray` otherwise, for Ray

@@ -113,6 +113,8 @@ class GenerateRequest:
     """W3C `traceparent` and `tracestate` of who asked."""
     priority: int = 0
     """vLLM's: of the requests for one adapter that wait, those with the lowest number run first."""
+    waited_s: float = field(default=0.0, compare=False)
+    """How long ago it came in when it was sent to the engine, for its deadlines."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,7 +80,7 @@ class AsyncEngine:
         group: RequestGroup | None = None
         num_unfinished = request.sampling_params.n
         arrived_at = time.monotonic()
-        deadlines = Deadlines(self.config)
+        deadlines = Deadlines(self.config, request.waited_s)
         try:
             async with deadlines.while_waiting():
                 grammar = await self._compile_grammar(request)
@@ -90,7 +90,8 @@ class AsyncEngine:
                     add = partial(self._add, request, stream, arrived_at, grammar)
                     adding = asyncio.ensure_future(self._mailbox.call(add))
                     group = await asyncio.shield(adding)
-            deadlines.watch(group, stream)
+            deadlines.watch_start(group, stream.put_nowait)
+            deadlines.watch_end(stream.put_nowait)
             while num_unfinished:
                 item = await stream.get()
                 if isinstance(item, RayLoraError):

@@ -1,22 +1,28 @@
 """How long one request may wait to begin, and how long it may take."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 
 from ray_lora.config import EngineConfig
 from ray_lora.engine.completion import RequestGroup
 from ray_lora.errors import OverloadedError, RayLoraError, RequestTimeoutError
-from ray_lora.request import GenerateChunk
+
+Tell = Callable[[RayLoraError], None]
+"""Puts an error in a request's stream."""
 
 
 class Deadlines:
-    """Both count from its construction, in one event loop. A request is told by an error in its stream."""
+    """Both count from the request's arrival. Belongs to one event loop; a request is told by an error in its stream.
 
-    def __init__(self, config: EngineConfig) -> None:
+    Args:
+        waited_s: how long ago that was.
+    """
+
+    def __init__(self, config: EngineConfig, waited_s: float) -> None:
         self._config = config
         self._loop = asyncio.get_running_loop()
-        self._arrived = self._loop.time()
+        self._arrived = self._loop.time() - waited_s
         self._timers: list[asyncio.TimerHandle] = []
 
     @asynccontextmanager
@@ -37,19 +43,21 @@ class Deadlines:
                 raise
             raise (self._timed_out() if self._config.queue_timeout_s is None else self._overloaded()) from None
 
-    def watch(self, group: RequestGroup, stream: "asyncio.Queue[GenerateChunk | RayLoraError]") -> None:
+    def watch_start(self, group: RequestGroup, tell: Tell) -> None:
         """From here on, until `close`."""
-        config = self._config
-        if config.queue_timeout_s is not None:
 
-            def check_started() -> None:
-                if not group.started:
-                    stream.put_nowait(self._overloaded())
+        def check_started() -> None:
+            if not group.started:
+                tell(self._overloaded())
 
-            self._timers.append(self._loop.call_at(self._arrived + config.queue_timeout_s, check_started))
-        if config.request_timeout_s is not None:
-            end_at = self._arrived + config.request_timeout_s
-            self._timers.append(self._loop.call_at(end_at, stream.put_nowait, self._timed_out()))
+        if self._config.queue_timeout_s is not None:
+            self._timers.append(self._loop.call_at(self._arrived + self._config.queue_timeout_s, check_started))
+
+    def watch_end(self, tell: Tell) -> None:
+        """From here on, until `close`."""
+        if self._config.request_timeout_s is not None:
+            end_at = self._arrived + self._config.request_timeout_s
+            self._timers.append(self._loop.call_at(end_at, tell, self._timed_out()))
 
     def close(self) -> None:
         for timer in self._timers:

@@ -15,7 +15,7 @@ from ray_lora.engine.adapter_resolver import Candidate
 from ray_lora.engine.shared_calls import SharedCalls
 from ray_lora.errors import ConfigError, EngineDeadError, NotFoundError, RayLoraError
 from ray_lora.serve.adapter_entry import AdapterEntry, Revision, Snapshot
-from ray_lora.serve.replica_calls import answer, every_answer
+from ray_lora.serve.replica_calls import RETRY_S, answer, every_answer
 
 logger = logging.getLogger("ray.serve")
 
@@ -255,8 +255,13 @@ class AdapterFollower:
         return snapshot
 
     async def _resolve(self, name: str) -> AdapterEntry | None:
-        entry: AdapterEntry | None = await answer(self._directory.resolve.remote(name))
-        return entry
+        while True:
+            try:
+                entry: AdapterEntry | None = await answer(self._directory.resolve.remote(name))
+                return entry
+            except EngineDeadError as error:  # of the directory, which died while it was asked
+                logger.warning("the directory is asked for %r again: %s", name, error)
+                await asyncio.sleep(RETRY_S)
 
 
 def _changed(mine: dict[str, AdapterEntry], theirs: Iterable[AdapterEntry]) -> Iterator[AdapterEntry]:

@@ -77,6 +77,7 @@ class Ticket:
         self._buckets = [usage.bucket for usage in usages if usage.bucket is not None]
         self._num_open = request.sampling_params.n
         self._num_prompt_tokens = len(request.prompt)
+        self._num_output_tokens = 0
         self._is_waiting = True
         self._draw(self._num_prompt_tokens)
         for usage in usages:
@@ -87,7 +88,18 @@ class Ticket:
         if self._is_waiting:
             self._stop_waiting()
         if self._buckets:
-            self._draw(sum(len(delta.token_ids) for delta in chunk.outputs))
+            num_tokens = sum(len(delta.token_ids) for delta in chunk.outputs)
+            self._num_output_tokens += num_tokens
+            self._draw(num_tokens)
+
+    def begin_again(self) -> None:
+        """The request has no token yet: those that were counted are lost, and nobody's."""
+        self._draw(-self._num_output_tokens)
+        self._num_output_tokens = 0
+        if not self._is_waiting:
+            self._is_waiting = True
+            for usage in self._usages:
+                usage.num_waiting += self._num_open
 
     def close(self) -> None:
         """The request has ended; if nothing came of it, it has used no tokens."""

@@ -26,6 +26,7 @@ INGRESS: Deployment = serve.deployment(
     max_ongoing_requests=MAX_ONGOING_REQUESTS,
     graceful_shutdown_wait_loop_s=1,
     graceful_shutdown_timeout_s=DRAIN_TIMEOUT_S,
+    health_check_period_s=1,
     ray_actor_options={"num_cpus": 0},
 )(serve.ingress()(Ingress))
 
@@ -46,7 +47,7 @@ DIRECTORY: Deployment = serve.deployment(
     name=DIRECTORY_NAME,
     max_ongoing_requests=MAX_ONGOING_REQUESTS,
     graceful_shutdown_wait_loop_s=1,
-    health_check_period_s=5,
+    health_check_period_s=1,
     logging_config={"enable_access_log": False},
     ray_actor_options={"num_cpus": 0},
 )(AdapterDirectory)

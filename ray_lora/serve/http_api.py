@@ -51,7 +51,7 @@ def _add_generation_routes(app: FastAPI, served: ServedModel) -> None:
         body = parse_body(ChatCompletionRequest, await request.body())
         head = _head("chatcmpl", request, body, served)
         tenant = tenant_of(request)
-        generate = partial(served.generate, tenant)
+        generate = partial(served.generate, tenant, is_streamed=bool(body.stream))
         requests = _traced([served.chat_request(body, head.id, tenant)], request, served)
         translate = _translator(body, "messages")
         if body.stream:
@@ -69,7 +69,7 @@ def _add_generation_routes(app: FastAPI, served: ServedModel) -> None:
         body = parse_body(CompletionRequest, await request.body())
         head = _head("cmpl", request, body, served)
         tenant = tenant_of(request)
-        generate = partial(served.generate, tenant)
+        generate = partial(served.generate, tenant, is_streamed=bool(body.stream))
         requests, echoes = served.completion_requests(body, head.id, tenant)
         requests = _traced(requests, request, served)
         translate = _translator(body, "prompt")
@@ -121,7 +121,7 @@ def _add_model_routes(app: FastAPI, served: ServedModel) -> None:
     @app.get("/metrics")
     async def metrics() -> Response:
         stats = await served.client.stats()
-        text = metrics_text(served.base, served.config.max_loras, stats, served.limit_refusals)
+        text = metrics_text(served.base, served.config.max_loras, stats, served.limit_refusals, served.num_retries)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 

@@ -84,8 +84,9 @@ def body_of(error: RayLoraError, kind: str | None = None) -> dict[str, Any]:
 def error_response(error: RayLoraError, kind: str | None = None) -> JSONResponse:
     """The answer to a request that failed before anything was sent."""
     headers: Mapping[str, str] | None = None
-    if isinstance(error, CapacityError):
-        headers = {"Retry-After": str(math.ceil(error.retry_after or DEFAULT_RETRY_AFTER_S))}
+    if isinstance(error, CapacityError | EngineDeadError):
+        retry_after = getattr(error, "retry_after", None)
+        headers = {"Retry-After": str(math.ceil(retry_after or DEFAULT_RETRY_AFTER_S))}
     elif isinstance(error, AuthenticationError):
         headers = {"WWW-Authenticate": "Bearer"}
     return JSONResponse(body_of(error, kind), status_of(error), headers)

@@ -22,7 +22,6 @@ from ray_lora.serve.call_kind import is_streaming_call
 from ray_lora.serve.chunk_pacing import paced
 from ray_lora.serve.http_api import build_api
 from ray_lora.serve.replica_client import ReplicaClient
-from ray_lora.serve.request_observer import RequestObserver
 from ray_lora.serve.served_model import ServedModel, make_request_id
 from ray_lora.serve.tokenizer import Tokenizer
 from ray_lora.serve.tokenizer_loader import load_tokenizer
@@ -36,7 +35,7 @@ class Ingress:
 
     def __init__(self, config: EngineConfig, replicas: DeploymentHandle[Any], directory: DeploymentHandle[Any]) -> None:
         tokenizer = load_tokenizer(config)
-        self._client = ReplicaClient(replicas, directory, RequestObserver(config, tokenizer.decode))
+        self._client = ReplicaClient(replicas, directory, config)
         if isinstance(tokenizer, Tokenizer):
             _ = tokenizer.chat_template  # now rather than with the first chat, because it takes a second
         self._served = ServedModel(config, tokenizer, self._client)
@@ -60,7 +59,7 @@ class Ingress:
             request = replace(request, prompt=self._served.tokenizer.encode(text))
         if not request.request_id:
             request = replace(request, request_id=make_request_id("gen", None))
-        chunks = self._served.generate(ANYONE, request)
+        chunks = self._served.generate(ANYONE, request, wants_stream)
         if wants_stream:
             return paced(chunks)
         output = RequestOutput(request.request_id, text, adapter=request.adapter, n=request.sampling_params.n)

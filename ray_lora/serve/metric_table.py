@@ -200,5 +200,12 @@ LIMIT_REFUSALS = MetricEntry(
     "",
     "Requests over a limit of their key, of their adapter or of the server",
 )
-APPLICATION_METRICS = (LORA_INFO, LIMIT_REFUSALS)
+RETRIES = MetricEntry(
+    "counter",
+    "ray_lora:request_retries",
+    ("model_name",),
+    "",
+    "Requests that ran again because their replica had died",
+)
+APPLICATION_METRICS = (LORA_INFO, LIMIT_REFUSALS, RETRIES)
 """Of all replicas together, with these labels alone."""

@@ -15,7 +15,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from ray_lora.serve.metric_table import LIMIT_REFUSALS, LORA_INFO, METRICS, MetricEntry
+from ray_lora.serve.metric_table import LIMIT_REFUSALS, LORA_INFO, METRICS, RETRIES, MetricEntry
 from ray_lora.stats import EngineStats, Histogram
 
 LABELS = ("model_name", "engine")
@@ -26,30 +26,37 @@ Refusals = Mapping[tuple[str, str], int]
 """How many, by adapter and reason."""
 
 
-def metrics_text(model_name: str, max_loras: int, stats: Mapping[str, EngineStats], refusals: Refusals) -> bytes:
+def metrics_text(
+    model_name: str, max_loras: int, stats: Mapping[str, EngineStats], refusals: Refusals, num_retries: int
+) -> bytes:
     """The whole answer.
 
     Args:
         stats: by the id of the replica, which the label `engine` tells.
         refusals: for limits that the application keeps.
+        num_retries: requests that ran again.
     """
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_StatsCollector(model_name, max_loras, stats, refusals))
+    registry.register(_StatsCollector(model_name, max_loras, stats, refusals, num_retries))
     return generate_latest(registry)
 
 
 class _StatsCollector(Collector):
-    def __init__(self, model_name: str, max_loras: int, stats: Mapping[str, EngineStats], refusals: Refusals) -> None:
+    def __init__(
+        self, model_name: str, max_loras: int, stats: Mapping[str, EngineStats], refusals: Refusals, num_retries: int
+    ) -> None:
         self._model_name = model_name
         self._max_loras = max_loras
         self._stats = stats
         self._refusals = refusals
+        self._num_retries = num_retries
 
     def collect(self) -> Iterator[Metric]:
         for entry in METRICS:
             yield self._family(entry)
         yield self._adapters()
         yield self._limit_refusals()
+        yield self._retries()
 
     def _family(self, entry: MetricEntry) -> Metric:
         family: Metric = _FAMILIES[entry.kind](entry.name, entry.meaning, labels=(*LABELS, *entry.labels))
@@ -76,6 +83,11 @@ class _StatsCollector(Collector):
         family = CounterMetricFamily(LIMIT_REFUSALS.name, LIMIT_REFUSALS.meaning, labels=LIMIT_REFUSALS.labels)
         for keys, count in self._refusals.items():
             family.add_metric((self._model_name, *keys), count)
+        return family
+
+    def _retries(self) -> Metric:
+        family = CounterMetricFamily(RETRIES.name, RETRIES.meaning, labels=RETRIES.labels)
+        family.add_metric((self._model_name,), self._num_retries)
         return family
 
 

@@ -86,9 +86,11 @@ class LLMReplica:
         self._publishing = asyncio.create_task(self._metrics.publish_for_ever(engine.stats))
 
     async def submit(
-        self, request: GenerateRequest, ingress_id: str, key: int
+        self, request: GenerateRequest, ingress_id: str, key: int, dead: Sequence[str] = ()
     ) -> AsyncGenerator[Accepted | bytes, None]:
         """Run a request; its chunks, end or error go to the ingress's outbox. Cancelling this cancels the request.
+
+        `dead` is for the router.
 
         If nobody has opened the outbox, they come here in one batch: Serve routes no new call to a replica that stops,
         also not that for the outbox of a request that it has just accepted.

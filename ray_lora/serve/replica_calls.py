@@ -4,8 +4,13 @@ import asyncio
 from collections.abc import Awaitable
 from typing import Any, TypeVar
 
-from ray.exceptions import RayActorError, RayError, RayTaskError
-from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
+from ray.exceptions import RayActorError, RayError, RayTaskError, TaskCancelledError
+from ray.serve.exceptions import (
+    BackPressureError,
+    DeploymentUnavailableError,
+    RayServeException,
+    RequestCancelledError,
+)
 from ray.serve.handle import DeploymentHandle
 
 from ray_lora.errors import CapacityError, EngineDeadError, RayLoraError
@@ -65,6 +70,8 @@ def as_ours(error: Exception) -> RayLoraError:
         return cause
     if isinstance(error, BackPressureError):
         return CapacityError(str(error))
+    if isinstance(error, (TaskCancelledError, RequestCancelledError)):
+        return RayLoraError("the request was cancelled")
     if isinstance(error, (RayError, RayServeException)):
         return EngineDeadError(f"the replica is not available: {_first_line(cause)}")
     return RayLoraError(_first_line(cause))

@@ -31,7 +31,8 @@ class RoutingStats(TypedDict, total=False):
 
 
 class ReplicaRouter(RequestRouter):
-    """A request goes where it costs least, see `replica_score`; some other calls name their replica.
+    """A request goes where it costs least, see `replica_score`, and to no replica that the ingress knows to be dead.
+    Some other calls name their replica.
 
     Where an adapter goes is remembered from its first request on, so that a burst for one that is nowhere yet is loaded
     once, whatever the replicas have told so far.
@@ -47,7 +48,7 @@ class ReplicaRouter(RequestRouter):
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Ranks of one replica each, the best first."""
+        """Ranks of one replica each, the best first. Without any, Serve asks again, up to twice a second."""
         await asyncio.sleep(0)  # who was given a replica a moment ago is counted there before the next one chooses
         args: Sequence[Any] = () if pending_request is None else pending_request.args
         if pending_request is not None and pending_request.metadata.call_method in FOR_ONE_REPLICA:
@@ -56,7 +57,9 @@ class ReplicaRouter(RequestRouter):
         request = args[0] if args and isinstance(args[0], GenerateRequest) else None
         if request is None:
             return [random.sample(candidate_replicas, min(2, len(candidate_replicas)))]
-        return [[replica] for replica in self._ranked(candidate_replicas, request)]
+        dead = args[3]
+        alive = [replica for replica in candidate_replicas if replica.replica_id.unique_id not in dead]
+        return [[replica] for replica in self._ranked(alive, request)] if alive else []
 
     def _ranked(self, replicas: list[RunningReplica], request: GenerateRequest) -> list[RunningReplica]:
         home = None if request.adapter is None else self._homes.get(request.adapter)

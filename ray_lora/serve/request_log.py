@@ -40,6 +40,8 @@ def log_request(record: RequestRecord, base: str, decode: Callable[[Sequence[int
             "queue_s": metrics.queue_s,
             "ttft_s": metrics.time_to_first_token_s,
         }
+    if record.retry_cause is not None:
+        pairs |= {"retries": 1, "retry_cause": str(record.retry_cause)}
     if record.error is not None:
         pairs["error"] = f"{type(record.error).__name__}: {record.error}"
     if decode is not None:

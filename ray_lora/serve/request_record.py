@@ -24,6 +24,11 @@ class RequestRecord:
         self.status = CLIENT_CLOSED_REQUEST
         """As over HTTP, also in the middle of a stream and for callers by handle."""
         self.error: BaseException | None = None
+        self.retry_cause: RayLoraError | None = None
+        """What ended its first run, if there was a second, of which all that follows tells."""
+        self._clear()
+
+    def _clear(self) -> None:
         self.prompt_tokens: int | None = None
         self.cached_tokens: int | None = None
         self.completion_tokens = 0
@@ -31,6 +36,11 @@ class RequestRecord:
         self.finish_reasons: list[str] = []
         self.metrics: RequestMetrics | None = None
         """None unless it came to its end."""
+
+    def begin_again(self, cause: RayLoraError) -> None:
+        """The request runs anew, on another replica."""
+        self.retry_cause = cause
+        self._clear()
 
     def add(self, chunk: GenerateChunk) -> None:
         for delta in chunk.outputs:

@@ -76,6 +76,7 @@ class RequestTracer:
             "ray_lora.adapter": request.adapter,
             "ray_lora.adapter_version": record.adapter_version,
             "ray_lora.key_name": request.key_name,
+            "ray_lora.retry_cause": record.retry_cause and str(record.retry_cause),
         }
         if metrics is not None:
             attributes |= {

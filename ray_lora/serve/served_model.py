@@ -9,7 +9,7 @@ from typing import Any
 
 from ray_lora.adapter import AdapterInfo
 from ray_lora.config import EngineConfig
-from ray_lora.errors import InvalidRequestError, NotFoundError, RayLoraError
+from ray_lora.errors import EngineDeadError, InvalidRequestError, NotFoundError, RayLoraError
 from ray_lora.request import GenerateChunk, GenerateRequest
 from ray_lora.serve.admission import Admission
 from ray_lora.serve.engine_client import EngineClient
@@ -18,6 +18,8 @@ from ray_lora.serve.key_ring import KeyRing
 from ray_lora.serve.no_tokenizer import NoTokenizer
 from ray_lora.serve.openai_answers import model_cards
 from ray_lora.serve.openai_types import ChatCompletionRequest, CompletionRequest, TokenizeRequest
+from ray_lora.serve.request_observer import RequestObserver
+from ray_lora.serve.retry import retried
 from ray_lora.serve.tokenizer import Tokenizer
 from ray_lora.step import ModelInfo
 from ray_lora.tenant import Tenant
@@ -35,7 +37,10 @@ class ServedModel:
         self.client = client
         self.keys = KeyRing(config)
         self.created = int(time.time())
+        self.num_retries = 0
+        """Requests that ran again because their replica had died."""
         self._admission = Admission(config)
+        self._observer = RequestObserver(config, tokenizer.decode)
         self._info: ModelInfo | None = None
 
     @property
@@ -66,12 +71,32 @@ class ServedModel:
             raise model_not_found(model)
         return adapter
 
-    async def generate(self, tenant: Tenant, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
-        """Stream a request's chunks, within the limits of the tenant and of the adapter."""
-        with self._admission.enter(tenant, request) as ticket:
-            async with aclosing(self.client.generate(request)) as chunks:
+    async def generate(
+        self, tenant: Tenant, request: GenerateRequest, is_streamed: bool
+    ) -> AsyncGenerator[GenerateChunk, None]:
+        """A request's chunks, within the limits of the tenant and of the adapter.
+
+        Args:
+            is_streamed: whether the caller sees each as it comes; see `retried` for what that means.
+        """
+        arrived_at = time.monotonic()
+        with self._admission.enter(tenant, request) as ticket, self._observer.watch(request) as record:
+
+            async def run() -> AsyncGenerator[GenerateChunk, None]:
+                sent = replace(request, waited_s=time.monotonic() - arrived_at)
+                async with aclosing(self.client.generate(sent)) as chunks:
+                    async for chunk in chunks:
+                        ticket.count(chunk)
+                        record.add(chunk)
+                        yield chunk
+
+            def begin_again(cause: EngineDeadError) -> None:
+                self.num_retries += 1
+                ticket.begin_again()
+                record.begin_again(cause)
+
+            async with aclosing(retried(run, is_streamed, begin_again)) as chunks:
                 async for chunk in chunks:
-                    ticket.count(chunk)
                     yield chunk
 
     def chat_request(self, body: ChatCompletionRequest, request_id: str, tenant: Tenant) -> GenerateRequest:

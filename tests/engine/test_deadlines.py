@@ -1,12 +1,14 @@
 """A request that waits or runs for too long ends, and harms nobody. Time passes when a test says so."""
 
 import asyncio
+from contextlib import nullcontext
 
 import pytest
 from test_async_engine import MAX_MODEL_LEN, TIMEOUT_S, Gate, expected, in_event_loop, serving, settle, until
 
 from ray_lora.config import EngineConfig
 from ray_lora.errors import ConfigError, OverloadedError, RequestTimeoutError
+from ray_lora.request import GenerateRequest
 
 LIMIT_S = TIMEOUT_S * 0.7
 """Jumped over by the tests, and too long to pass by itself."""
@@ -79,6 +81,21 @@ async def test_without_a_queue_deadline_the_request_timeout_holds_for_who_waits_
         ends = await asyncio.gather(*tasks, return_exceptions=True)
         assert [type(end) for end in ends] == [RequestTimeoutError, RequestTimeoutError]
         await server.until_idle()
+
+
+@in_event_loop
+async def test_what_a_request_has_waited_elsewhere_counts() -> None:
+    for limits, error in (
+        ({"queue_timeout_s": LIMIT_S}, OverloadedError),
+        ({"request_timeout_s": LIMIT_S}, RequestTimeoutError),
+    ):
+        async with serving(**limits) as server:
+            for waited_s in (LIMIT_S / 2, LIMIT_S + 1):
+                request = GenerateRequest(prompt=[1, 2, 3], waited_s=waited_s)
+                expects = pytest.raises(error) if waited_s > LIMIT_S else nullcontext()
+                with expects:
+                    assert [chunk async for chunk in server.engine.generate(request)]
+            await server.until_idle()
 
 
 def test_a_request_may_not_wait_for_longer_than_it_may_take() -> None:

@@ -77,6 +77,7 @@ def server(running_server: Server) -> Server:
     engine.adapters.clear()
     engine.requests.clear()
     engine.cancelled.clear()
+    engine.deaths.clear()
     engine.is_dead = False
     engine.step_s = 0.0
     return running_server

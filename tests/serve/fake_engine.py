@@ -92,6 +92,8 @@ class FakeEngine:
         """By version, whether it was staged."""
         self.refused: set[str] = set()
         """Names for which there is no room."""
+        self.deaths: list[int] = []
+        """The next requests, one each, find that a rank is gone when they have this many tokens."""
         self.is_dead = False
         self.is_shut_down = False
 
@@ -114,11 +116,15 @@ class FakeEngine:
         num_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         first = prompt[-1] + 1 + (1000 if request.adapter else 0)
         detokenizers = [self.tokenizer.detokenizer(params.skip_special_tokens, prompt) for _ in range(params.n)]
+        dies_at = self.deaths.pop(0) if self.deaths else None
         self.num_running += 1
         is_done = False
         try:
             for position in range(num_tokens):
                 await asyncio.sleep(self.step_s)
+                if position == dies_at:
+                    is_done = True
+                    raise EngineDeadError("rank 1 is gone")
                 if position == 2 and params.seed in TROUBLE:
                     is_done = True
                     raise TROUBLE[params.seed]

@@ -16,15 +16,27 @@ from ray_lora.serve import replica as replica_module
 from ray_lora.serve.adapter_directory import AdapterDirectory
 from ray_lora.serve.replica import EngineStarter, LLMReplica
 from ray_lora.serve.replica_client import ReplicaClient
-from ray_lora.serve.request_observer import RequestObserver
 
 Replica = type("Replica", (LLMReplica,), {"__del__": lambda self: None})
 Directory = type("Directory", (AdapterDirectory,), {"__del__": lambda self: None})
 """Serve awaits their own `__del__`; here nobody does."""
 
 
+class Stream:
+    """What a streaming call gives. Whoever cancels it cancels the task that reads it as well, which is enough here."""
+
+    def __init__(self, items: AsyncIterator[Any]) -> None:
+        self._items = items
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return self._items
+
+    def cancel(self) -> None:
+        pass
+
+
 class GroupHandle:
-    """A deployment handle to objects in this process; calls go to the first of them."""
+    """A deployment handle to objects in this process; calls go to the first of them, but no request to a dead one."""
 
     def __init__(self, targets: list[Any], method: str = "", stream: bool = False) -> None:
         self.targets = targets
@@ -40,9 +52,12 @@ class GroupHandle:
 
     def remote(self, *args: Any) -> Any:
         targets = self.targets
-        if self._method == "adapter_files":
+        if self._method == "submit":
+            targets = [each for each in targets if each._id not in args[3]]
+        elif self._method in ("adapter_files", "outbox"):
             targets = [each for each in targets if each._id == args[0]]
-        return getattr(targets[0], self._method)(*args)
+        answer = getattr(targets[0], self._method)(*args)
+        return Stream(answer) if self._stream else answer
 
     def broadcast(self, method: str, *args: Any) -> Any:
         async def results_async() -> list[Any]:
@@ -64,7 +79,7 @@ class Group:
         self.client = ReplicaClient(
             self.handle,  # type: ignore[arg-type]
             self.directory_handle,  # type: ignore[arg-type]
-            RequestObserver(config, str),
+            config,
         )
 
     @property

@@ -276,6 +276,30 @@ async def test_a_configured_adapter_is_what_the_first_replica_read(config: Engin
             pass
 
 
+@in_event_loop
+async def test_a_name_is_asked_for_again_if_the_directory_dies_over_it(
+    config: EngineConfig, adapter: MakeAdapter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapter_follower, "RETRY_S", 0.01)
+    async with running(config) as group:
+        late = await group.start_replica(joins=False)
+        await late._follower.ask_about("nobody")
+        await group.client.load_adapter("a", adapter(8))
+        resolve, num_asked = group.directory.resolve, 0
+
+        async def die_once(name: str) -> Any:
+            nonlocal num_asked
+            num_asked += 1
+            if num_asked == 1:
+                raise RayActorError()
+            return await resolve(name)
+
+        group.directory.resolve = die_once
+        await late._follower.ask_about("a")
+        assert (num_asked, late._follower.find("a").version) == (2, "v8")
+        await group.stop(late)
+
+
 async def versions(group: Any, adapter: str) -> set[str | None]:
     request = GenerateRequest(prompt=[5, 6], adapter=adapter, sampling_params=SamplingParams(max_tokens=1))
     return {chunk.adapter_version async for chunk in group.client.generate(request)}

@@ -37,6 +37,15 @@ class Desk:
     def tell(self, index: int, num_tokens: int) -> None:
         self._open[index][1].count(GenerateChunk("r", (CompletionDelta(0, "", (7,) * num_tokens),)))
 
+    def begin_again(self, index: int) -> None:
+        self._open[index][1].begin_again()
+
+    def level(self, tenant: Tenant) -> float:
+        """Tokens left to a key."""
+        (usage,) = [usage for (_, limits), usage in self.admission._usages.items() if limits == tenant.limits]
+        assert usage.bucket is not None
+        return usage.bucket._level
+
     def end(self, index: int) -> None:
         self._open[index][0].close()
 
@@ -201,3 +210,19 @@ def test_refusals_are_counted_by_adapter_and_reason_as_far_as_there_are_labels()
         (OTHER, "RateLimitError"): 2,
         ("base", "OverloadedError"): 1,
     }
+
+
+def test_a_request_that_begins_again_waits_again_and_pays_for_what_it_got_alone() -> None:
+    desk, acme = Desk(), key(max_queued_requests=1, tokens_per_minute=100)
+    first = desk.start(acme, num_prompt_tokens=10)
+    desk.tell(first, 80)
+    desk.begin_again(first)
+    assert "waiting requests" in str(desk.refusal(acme))
+    desk.tell(first, 20)
+    desk.end(first)
+    assert desk.level(acme) == 70
+    again = desk.start(acme, num_prompt_tokens=10)
+    desk.tell(again, 5)
+    desk.begin_again(again)
+    desk.end(again)
+    assert desk.level(acme) == 70

@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 from ray.exceptions import ActorUnavailableError, RayTaskError
-from ray.serve.exceptions import BackPressureError
+from ray.serve.exceptions import BackPressureError, RequestCancelledError
 
 from ray_lora import errors
 from ray_lora.serve.http_errors import CODE, TYPE, body_of, error_response, status_of
@@ -59,6 +59,7 @@ def test_the_table_of_statuses(error: errors.RayLoraError, status: int) -> None:
 def test_no_room_says_when_to_come_again(after: float | None, header: str) -> None:
     for kind in (errors.CapacityError, errors.RateLimitError, errors.OverloadedError):
         assert error_response(kind("full", after)).headers["retry-after"] == header
+    assert error_response(errors.EngineDeadError("rank 1 is gone")).headers["retry-after"] == "1"
 
 
 def test_rays_errors_become_ours() -> None:
@@ -66,4 +67,5 @@ def test_rays_errors_become_ours() -> None:
     assert as_ours(RayTaskError("f", "trace", bad).as_instanceof_cause()) is bad
     assert isinstance(as_ours(ActorUnavailableError("gone", None)), errors.EngineDeadError)
     assert isinstance(as_ours(BackPressureError(num_queued_requests=1, max_queued_requests=1)), errors.CapacityError)
+    assert not isinstance(as_ours(RequestCancelledError("r1")), errors.EngineDeadError), "nothing to try again"
     assert str(as_ours(ValueError("first\nsecond"))) == "ValueError: first"

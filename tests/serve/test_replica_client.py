@@ -1,16 +1,13 @@
 """The ingress's side and the replica's side of a request, joined without Serve between them."""
 
 import asyncio
-import logging
-import re
 from collections.abc import AsyncGenerator
-from contextlib import suppress
 
 import pytest
 from replica_group import running
 
 from ray_lora.config import EngineConfig
-from ray_lora.errors import RayLoraError
+from ray_lora.errors import EngineDeadError, OverloadedError, RayLoraError, RequestTimeoutError
 from ray_lora.request import GenerateRequest, SamplingParams
 from ray_lora.serve import outbox as outbox_module
 from ray_lora.serve import replica as replica_module
@@ -49,20 +46,75 @@ def test_a_request_is_answered_though_its_outbox_cannot_be_reached(config: Engin
     asyncio.run(main())
 
 
-def test_every_request_is_told_of_once_it_has_ended(config: EngineConfig, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_request_is_sent_to_no_replica_that_has_said_that_its_engine_is_dead(config: EngineConfig) -> None:
     async def main() -> None:
-        async with running(config, 1) as group:
-            for seed, name in ((0, "done"), (-1, "broken"), (-3, "refused")):
-                params = SamplingParams(max_tokens=5, seed=seed)
-                request = GenerateRequest(prompt=[5, 6], sampling_params=params, request_id=name)
-                with suppress(RayLoraError):
-                    _ = [chunk async for chunk in group.client.generate(request)]
+        async with running(config, 2) as group:
+            group.engines[0].deaths = [1]
+            with pytest.raises(EngineDeadError, match="rank 1 is gone"):
+                await answer(group.client, 5)
+            assert [await answer(group.client, first) for first in (5, 50)] == [[6, 7, 8], [51, 52, 53]]
+            assert [len(engine.requests) for engine in group.engines] == [1, 2]
 
-    with caplog.at_level(logging.INFO, "ray.serve"):
-        asyncio.run(main())
-    told = [re.match(r"request request_id=(\w+) status=(\d+) .* completion_tokens=(\d+)", m) for m in caplog.messages]
-    assert [match.groups() for match in told if match] == [
-        ("done", "200", "5"),
-        ("broken", "500", "2"),
-        ("refused", "429", "0"),
-    ]
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("limits", "error"),
+    [
+        ({"replica_timeout_s": 0.05}, OverloadedError),
+        ({"queue_timeout_s": 0.05}, OverloadedError),
+        ({"request_timeout_s": 0.05}, RequestTimeoutError),
+    ],
+)
+def test_a_request_waits_for_a_replica_as_long_as_it_may(
+    limits: dict[str, float], error: type[RayLoraError], config: EngineConfig
+) -> None:
+    num_cancelled = 0
+
+    async def no_replica(*_: object) -> AsyncGenerator[bytes, None]:
+        nonlocal num_cancelled
+        try:
+            await asyncio.Event().wait()
+            yield b""
+        except asyncio.CancelledError:
+            num_cancelled += 1
+            raise
+
+    async def main() -> None:
+        async with running(config.model_copy(update=limits), 1) as group:
+            group.replicas[0].submit = no_replica
+            with pytest.raises(error) as caught:
+                await answer(group.client, 5)
+            if "replica_timeout_s" in limits:
+                assert str(caught.value) == "No replica has become available in 0.05 s."
+                assert isinstance(caught.value, OverloadedError)
+                assert caught.value.retry_after
+            await asyncio.sleep(0)
+            assert num_cancelled == 1
+
+    asyncio.run(main())
+
+
+def test_a_request_that_has_waited_before_has_that_much_less_time(config: EngineConfig) -> None:
+    async def main() -> None:
+        async with running(config.model_copy(update={"request_timeout_s": 60.0}), 1) as group:
+            request = GenerateRequest(prompt=[5], waited_s=61.0)
+            with pytest.raises(RequestTimeoutError):
+                _ = [chunk async for chunk in group.client.generate(request)]
+
+    asyncio.run(main())
+
+
+def test_a_request_that_is_out_of_time_here_is_cancelled_there(config: EngineConfig) -> None:
+    async def main() -> None:
+        async with running(config.model_copy(update={"request_timeout_s": 0.2}), 1) as group:
+            (engine,) = group.engines
+            engine.step_s = 0.05
+            request = GenerateRequest(prompt=[5], sampling_params=SamplingParams(max_tokens=50), request_id="slow")
+            with pytest.raises(RequestTimeoutError):
+                _ = [chunk async for chunk in group.client.generate(request)]
+            async with asyncio.timeout(5):
+                while engine.cancelled != ["slow"]:
+                    await asyncio.sleep(0.01)
+
+    asyncio.run(main())

@@ -34,8 +34,9 @@ class Replicas:
     def under_way(self, index: int, number: int) -> None:
         self.router.replica_queue_len_cache.update(self.all[index].replica_id, number)
 
-    def choose(self, *args: Any, method: str = "submit") -> list[int]:
+    def choose(self, *args: Any, method: str = "submit", dead: tuple[str, ...] = ()) -> list[int]:
         """The order in which replicas are tried."""
+        args = (*args, "ingress", 0, dead) if method == "submit" else args
         pending: Any = SimpleNamespace(args=args, metadata=SimpleNamespace(call_method=method))
         candidates: Any = list(self.router.curr_replicas.values())
         ranks = asyncio.run(self.router.choose_replicas(candidates, pending))
@@ -100,6 +101,14 @@ def test_base_requests_take_the_shorter_queue_unless_the_prefix_is_near(replicas
     assert {replicas.choose(GenerateRequest(prompt=(*prompt, number)))[0] for number in range(20)} == {1}
     assert {replicas.choose(GenerateRequest(prompt=(number, *prompt)))[0] for number in range(20)} == {0, 1}
     assert {replicas.choose(GenerateRequest(prompt=prompt[:10]))[0] for _ in range(20)} == {0, 1}
+
+
+def test_a_request_waits_rather_than_going_to_a_replica_whose_engine_is_dead(replicas: Replicas) -> None:
+    replicas.tell(0, device=["a"])
+    asked = GenerateRequest(prompt=(1,), adapter="a")
+    assert replicas.choose(asked, dead=("r9",)) == [0, 1]
+    assert replicas.choose(asked, dead=("r0",)) == [1]
+    assert replicas.choose(asked, dead=("r0", "r1")) == []
 
 
 def test_an_outbox_is_the_one_that_was_named(replicas: Replicas) -> None:

@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from ray_lora.config import EngineConfig
-from ray_lora.errors import CapacityError, ConfigError
+from ray_lora.errors import CapacityError, ConfigError, EngineDeadError
 from ray_lora.request import CompletionDelta, GenerateChunk, GenerateRequest, RequestMetrics, SamplingParams
 from ray_lora.serve.request_log import log_request, logfmt
 from ray_lora.serve.request_observer import RequestObserver
@@ -91,6 +91,21 @@ def test_a_failed_request_tells_its_status_and_how_far_it_came(
     assert "completion_tokens=1 " in line
     assert named in line
     assert "queue_s" not in line
+
+
+def test_a_retried_request_is_told_of_as_it_ran_the_last_time_and_why_it_did_not_the_first(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with RequestRecord(REQUEST, lambda _: None) as made:
+        made.add(CHUNKS[0])
+        made.begin_again(EngineDeadError("rank 1 is gone"))
+        for chunk in CHUNKS:
+            made.add(chunk)
+    line = line_of(made, caplog)
+    assert "status=200 " in line
+    assert " completion_tokens=2 " in line
+    assert line.endswith(' retries=1 retry_cause="rank 1 is gone"')
+    assert spans_of(made)["llm_request"].attributes["ray_lora.retry_cause"] == "rank 1 is gone"
 
 
 def test_prompts_are_logged_on_demand_alone(caplog: pytest.LogCaptureFixture) -> None:

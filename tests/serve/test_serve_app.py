@@ -239,13 +239,27 @@ def test_rays_exporter_has_the_metrics_too(handle: DeploymentHandle) -> None:
     assert value_of("ray_vllm_generation_tokens_total") == 50
 
 
-def test_a_replica_that_dies_ends_its_requests_and_is_replaced(handle: DeploymentHandle, http: httpx.Client) -> None:
-    body = {"prompt": [2000], "max_tokens": 60, "stream": True}
-    with http.stream("POST", "/v1/completions", json=body) as answer:
+def test_when_a_replica_dies_a_stream_that_has_begun_breaks_and_all_else_runs_again_on_the_next_replica(
+    handle: DeploymentHandle, http: httpx.Client
+) -> None:
+    body = {"prompt": [2000], "max_tokens": 60, "return_token_ids": True}
+    with (
+        ThreadPoolExecutor(1) as pool,
+        httpx.Client(base_url=URL, timeout=60) as other,
+        http.stream("POST", "/v1/completions", json=body | {"stream": True}) as answer,
+    ):
+        whole = pool.submit(other.post, "/v1/completions", json=body)
+        by_handle = handle.generate.remote(request([2000], 60))
         lines = answer.iter_lines()
         next(lines)
+        wait_for(lambda: metric(http, "vllm:num_requests_running") == 3)
         actor = next(a for a in ray.util.list_named_actors(all_namespaces=True) if "LLMReplica" in a["name"])
         ray.kill(ray.get_actor(actor["name"], namespace=actor["namespace"]))
         rest = [line for line in lines if line]
-    assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == 503
-    wait_for(lambda: http.post("/v1/completions", json={"prompt": "a"}).status_code == 200, 30)
+        error = json.loads(rest[-2].removeprefix("data: "))["error"]
+        tokens = list(range(2001, 2061))
+        assert whole.result().json()["choices"][0]["token_ids"] == tokens
+        assert by_handle.result(timeout_s=60).outputs[0].token_ids == tokens
+    assert error["code"] == 503
+    assert error["message"].startswith("The replica died in the middle of this stream")
+    assert metric(http, "ray_lora:request_retries_total") == 2
