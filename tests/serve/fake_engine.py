@@ -93,6 +93,7 @@ class FakeEngine:
         self.refused: set[str] = set()
         """Names for which there is no room."""
         self.is_dead = False
+        self.dead: RayLoraError | None = None
         self.is_shut_down = False
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
