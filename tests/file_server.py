@@ -1,4 +1,4 @@
-"""An HTTP server on loopback that misbehaves as it is told."""
+"""An HTTP server, on loopback unless told otherwise, that misbehaves as it is told."""
 
 import threading
 import time
@@ -12,7 +12,7 @@ from typing import TypeVar
 class FileServer:
     """Serves `files` by path. Each of `faults` spoils one GET: a status, `cut` the body in half, or be `slow`."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = "127.0.0.1") -> None:
         self.files: dict[str, bytes] = {}
         self.headers: dict[str, str] = {}
         self.faults: list[int | str] = []
@@ -64,8 +64,8 @@ class FileServer:
             def log_message(self, *_: object) -> None:
                 pass
 
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.address = f"127.0.0.1:{self._http.server_port}"
+        self._http = ThreadingHTTPServer((host, 0), Handler)
+        self.address = f"{host}:{self._http.server_port}"
         threading.Thread(target=self._http.serve_forever, daemon=True).start()
 
     def put(self, folder: str, adapter: Path) -> str:

@@ -17,6 +17,7 @@ import hashlib
 import os
 import re
 import shutil
+import socket
 import stat
 import tempfile
 import time
@@ -79,12 +80,8 @@ class AdapterStore:
             CapacityError: the store's disk is full, or `max_bytes` are in use.
         """
         _check_source(source)
-        try:
+        with self._full_disk_told():
             return self._add(source, check)
-        except OSError as error:
-            if error.errno in DISK_FULL:
-                raise CapacityError(f"no space left in adapter_store_dir {self.directory}") from None
-            raise
 
     def has(self, version: str) -> bool:
         return _VERSION.fullmatch(version) is not None and (self.directory / version).is_dir()
@@ -109,13 +106,27 @@ class AdapterStore:
 
     @contextmanager
     def incoming(self) -> Iterator[Path]:
-        """A directory of the store's file system that nobody else sees, removed at the end."""
-        directory = Path(tempfile.mkdtemp(prefix=_INCOMING, dir=self.directory))
+        """A directory of the store's file system that nobody else sees, removed at the end.
+
+        Raises:
+            CapacityError: the disk is full.
+        """
+        with self._full_disk_told():
+            directory = Path(tempfile.mkdtemp(prefix=_INCOMING, dir=self.directory))
         try:
             directory.chmod(0o755)
             yield directory
         finally:
             shutil.rmtree(directory, ignore_errors=True)
+
+    @contextmanager
+    def _full_disk_told(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno in DISK_FULL:
+                raise CapacityError(f"no space left in adapter_store_dir {self.directory}") from None
+            raise
 
     def _add(self, source: Path, check: Callable[[Path], None] | None) -> Path:
         with self.incoming() as incoming:
@@ -170,7 +181,11 @@ def _check_source(source: Path) -> None:
     except PermissionError:
         raise InvalidRequestError(f"lora_path {str(source)!r} may not be read", "lora_path") from None
     except (OSError, ValueError):
-        raise NotFoundError(f"lora_path {str(source)!r} does not exist; give a local directory", "lora_path") from None
+        raise NotFoundError(
+            f"lora_path {str(source)!r} does not exist on {socket.gethostname()}; give a directory of a node where a "
+            "replica has its rank 0, or a URL",
+            "lora_path",
+        ) from None
     if not is_directory:
         raise InvalidRequestError(f"lora_path {str(source)!r} is not a directory", "lora_path")
 

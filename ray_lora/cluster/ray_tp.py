@@ -26,6 +26,8 @@ from ray_lora.step import ModelInfo, StepPlan, StepResult
 PLACEMENT_TIMEOUT_S = 120
 HEALTH_TIMEOUT_S = 3
 """A rank that does not answer for this long is not healthy now; it may be again."""
+GIVE_UP_S = 10
+"""If no step has gone through for this long either, it is given up: others may need its device."""
 CONNECT_TIMEOUT_S = 60
 CAUSE_TIMEOUT_S = 2
 """How long to wait for Ray to say why a connection to a rank has ended."""
@@ -41,6 +43,7 @@ class RayTPExecutor:
     def __init__(self, config: EngineConfig, worker_class: type[Worker] = Worker) -> None:
         self._config = config
         self._dead: str | None = None
+        self._last_step_at = time.monotonic()
         bundle = {"CPU": config.rank_num_cpus, **device_resources(config)}
         self._group = placement_group([bundle] * config.tensor_parallel_size, strategy=config.placement_group_strategy)
         try:
@@ -66,6 +69,7 @@ class RayTPExecutor:
             answers = self._hub.exchange(pickle.dumps(plan))
         except (EOFError, OSError) as error:
             raise self._die(f"a rank failed in step {plan.step_id}: {self._cause_of(error)}") from None
+        self._last_step_at = time.monotonic()
         result = pickle.loads(answers[0])
         assert isinstance(result, StepResult), "rank 0 always answers"
         return result
@@ -114,7 +118,13 @@ class RayTPExecutor:
     def check_health(self) -> None:
         if self._dead is not None:
             raise EngineDeadError(self._dead)
-        self._call_all("process_id", "health", timeout=HEALTH_TIMEOUT_S)
+        try:
+            self._call_all("process_id", "health", timeout=HEALTH_TIMEOUT_S)
+        except EngineDeadError as error:
+            if time.monotonic() - self._last_step_at < GIVE_UP_S:
+                raise
+            self._hub.break_off()
+            raise self._die(f"{error}, and no step has gone through for {GIVE_UP_S} s") from None
 
     def shutdown(self) -> None:
         """Stop the ranks, and give the placement group back."""

@@ -6,7 +6,8 @@ the shard only if every rank holds exactly what the reader cut for it.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +30,17 @@ class Offer:
     digests: tuple[str, ...] = ()
     """By rank: what each must come to after the transfer."""
     error: RayLoraError | None = None
+
+
+@contextmanager
+def reading() -> Iterator[None]:
+    """Whatever goes wrong while rank 0 reads an adapter is an error of that load, and of nothing else."""
+    try:
+        yield
+    except RayLoraError:
+        raise
+    except Exception as error:
+        raise AdapterStagingError(f"rank 0 could not read the adapter: {type(error).__name__}: {error}") from None
 
 
 class AdapterStaging:
@@ -90,15 +102,14 @@ class AdapterStaging:
     def _cut(self, manifest: AdapterManifest) -> list[AdapterShard] | RayLoraError:
         assert self._reader is not None
         try:
-            weights = self._reader.read(manifest)
-            return [
-                shard_weights(weights, self._arch, manifest.version, rank, self._size, self._dtype)
-                for rank in range(self._size)
-            ]
+            with reading():
+                weights = self._reader.read(manifest)
+                return [
+                    shard_weights(weights, self._arch, manifest.version, rank, self._size, self._dtype)
+                    for rank in range(self._size)
+                ]
         except RayLoraError as error:
             return error
-        except Exception as error:
-            return AdapterStagingError(f"rank 0 could not read the adapter: {type(error).__name__}: {error}")
 
     def _allocate(self, header: ShardHeader) -> tuple[torch.Tensor | None, str | None]:
         if self._rank == 0:

@@ -10,6 +10,7 @@ import selectors
 import socket
 import struct
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 _LENGTH = struct.Struct("<Q")
@@ -83,6 +84,13 @@ class StepHub:
                     raise EOFError(f"rank {key.data} is gone")
                 answers[key.data] = answer
         return [answers[rank] for rank in range(len(self._connections))]
+
+    def break_off(self) -> None:
+        """End an exchange that another thread waits for, with an error there; none is possible afterwards."""
+        for connection in self._connections:
+            if connection is not None:
+                with suppress(OSError):  # it has ended already
+                    connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Let the ranks go: their `receive` returns None."""

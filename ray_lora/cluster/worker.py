@@ -3,6 +3,8 @@
 import os
 import pickle
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -14,7 +16,7 @@ from ray_lora.adapters.store import AdapterStore
 from ray_lora.backends.registry import make_backend
 from ray_lora.cluster.background import give_way
 from ray_lora.cluster.rank_groups import join_ranks, meeting_point
-from ray_lora.cluster.staging import AdapterStaging
+from ray_lora.cluster.staging import AdapterStaging, reading
 from ray_lora.cluster.step_link import Invitation, RankLink
 from ray_lora.config import EngineConfig
 from ray_lora.model.model_runner import ModelRunner
@@ -89,30 +91,36 @@ class Worker:
     def inspect_adapter(self, source: str, version: str | None = None) -> AdapterManifest:
         """On rank 0: read and check an adapter; see `Executor.inspect_adapter`."""
         give_way()
-        return self._first_reader.inspect(source, version)
+        with self._reading() as reader:
+            return reader.inspect(source, version)
 
     def validate_adapter(self, source: str) -> AdapterValidation:
         """On rank 0; see `Executor.validate_adapter`."""
         give_way()
-        return self._first_reader.validate(source)
+        with self._reading() as reader:
+            return reader.validate(source)
 
     def has_adapter_files(self, version: str) -> bool:
         """On rank 0; see `Executor.has_adapter_files`."""
-        return self._first_reader.store.has(version)
+        with self._reading() as reader:
+            return reader.store.has(version)
 
     def adapter_files(self, version: str) -> AdapterFiles | None:
         """On rank 0; see `Executor.adapter_files`."""
         give_way()
-        return self._first_reader.store.files(version)
+        with self._reading() as reader:
+            return reader.store.files(version)
 
     def add_adapter_files(self, files: AdapterFiles, source: str) -> None:
         """On rank 0; see `Executor.add_adapter_files`."""
         give_way()
-        self._first_reader.add(files, source)
+        with self._reading() as reader:
+            reader.add(files, source)
 
     def keep_adapter(self, manifest: AdapterManifest) -> None:
         """On rank 0: its files stay until it is dropped."""
-        self._first_reader.keep(manifest)
+        with self._reading() as reader:
+            reader.keep(manifest)
 
     def stage_adapter(self, manifest: AdapterManifest) -> StagingTimes:
         """Receive this rank's part; returns once all ranks agree, raises on every rank if one does not."""
@@ -129,10 +137,12 @@ class Worker:
     def staged_versions(self) -> frozenset[str]:
         return self._runner.staged_versions
 
-    @property
-    def _first_reader(self) -> AdapterReader:
+    @contextmanager
+    def _reading(self) -> Iterator[AdapterReader]:
+        """For what only rank 0 can do, in whose errors no other rank has a part."""
         assert self._reader is not None, "only rank 0 reads adapters"
-        return self._reader
+        with reading():
+            yield self._reader
 
     def make_digest(self, shard: AdapterShard) -> str:
         """What this rank says it holds."""

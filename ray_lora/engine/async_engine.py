@@ -214,15 +214,20 @@ class AsyncEngine:
     def stats(self) -> EngineStats:
         return self._core.stats()
 
+    @property
+    def dead(self) -> RayLoraError | None:
+        """Why nothing can be executed any more, if so."""
+        return self._mailbox.error
+
     async def check_health(self) -> None:
         """Raise EngineDeadError if the engine or a rank is gone or does not answer.
 
         That it computes is seen from its steps, and without work from its heartbeats.
         """
-        if self._mailbox.error is None:
+        if self.dead is None:
             await asyncio.to_thread(self._executor.check_health)
-        if self._mailbox.error is not None:
-            raise self._mailbox.error
+        if self.dead is not None:
+            raise self.dead
         age = time.monotonic() - self._core.last_step_at
         if age > OVERDUE_S and not self._core.has_work:
             raise EngineDeadError(f"no step has gone through every rank for {age:.0f} s")

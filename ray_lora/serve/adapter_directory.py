@@ -5,7 +5,7 @@ then named by all. If one cannot, no name points elsewhere than before. A replic
 before it is ready, and asks every second whether there is a newer one.
 
 The list outlives this process. With `lora_registry_path` the file is the truth, and a change counts once it is written
-there; without, what the replicas hold is, and the one that has heard most is right.
+there; without, or if the file is lost or damaged, what the replicas hold is, and the one that has heard most is right.
 """
 
 import asyncio
@@ -27,11 +27,12 @@ from ray_lora.errors import ConfigError, NotFoundError, RayLoraError
 from ray_lora.names import check_adapter_name, url_scheme
 from ray_lora.serve.adapter_entry import AdapterEntry, AdapterSettings, Revision, Snapshot, in_order_of_need
 from ray_lora.serve.adapter_listing import merged
-from ray_lora.serve.adapter_registry import AdapterRegistry
+from ray_lora.serve.adapter_registry import AdapterRegistry, is_damage
 from ray_lora.serve.replica_calls import answer, every_answer, told
 
 logger = logging.getLogger("ray.serve")
 T = TypeVar("T")
+Write = Callable[[AdapterRegistry], None]
 
 SAVE_PERIOD_S = 60.0
 """How often the times of last use are written."""
@@ -66,13 +67,15 @@ class AdapterDirectory:
 
     async def pin_adapter(self, name: str, is_pinned: bool) -> AdapterInfo | RayLoraError:
         """See `EngineClient.pin_adapter`."""
-        save = _nothing if self._registry is None else self._registry.set_pinned
-        return await self._carry_through(self._set(name, lambda: save(name, is_pinned), pinned=is_pinned))
+        return await self._carry_through(
+            self._set(name, lambda registry: registry.set_pinned(name, is_pinned), pinned=is_pinned)
+        )
 
     async def set_adapter_weight(self, name: str, weight: float) -> AdapterInfo | RayLoraError:
         """See `EngineClient.set_adapter_weight`."""
-        save = _nothing if self._registry is None else self._registry.set_weight
-        return await self._carry_through(self._set(name, lambda: save(name, weight), weight=weight))
+        return await self._carry_through(
+            self._set(name, lambda registry: registry.set_weight(name, weight), weight=weight)
+        )
 
     async def resolve(self, name: str) -> AdapterEntry | None:
         """What a name is that a replica has not heard of; one of `lora_resolver_dir` is loaded, on every replica."""
@@ -126,8 +129,12 @@ class AdapterDirectory:
                 settings = AdapterSettings() if before is None else before.settings
                 entry = AdapterEntry(name, version, manifest.source, settings)
                 await self._on_all("prepare_adapter", entry, path, reader)
-                save = self._registry.put if self._registry is not None and is_lasting else _nothing
-                infos = await self._change(name, entry, lambda: save(name, version, path))
+
+                def write(registry: AdapterRegistry) -> None:
+                    if is_lasting:
+                        registry.put(name, version, path)
+
+                infos = await self._change(name, entry, write)
                 is_named = True
                 return merged([infos])[0], True
         finally:
@@ -152,24 +159,23 @@ class AdapterDirectory:
         async with self._lock:
             if name not in self._entries:
                 raise not_loaded(name)
-            remove = _nothing if self._registry is None else self._registry.remove
-            await self._change(name, None, lambda: remove(name))
+            await self._change(name, None, lambda registry: registry.remove(name))
 
-    async def _set(self, name: str, save: Callable[[], None], **said: Any) -> AdapterInfo:
+    async def _set(self, name: str, write: Write, **said: Any) -> AdapterInfo:
         await answer(self._replicas.model_info.remote())  # waits for one, if none is running: it must agree
         async with self._lock:
             before = self._entries.get(name)
             if before is None:
                 raise not_loaded(name)
             entry = replace(before, settings=replace(before.settings, **said))
-            return merged([await self._change(name, entry, save)])[0]
+            return merged([await self._change(name, entry, write)])[0]
 
-    async def _change(self, name: str, entry: AdapterEntry | None, save: Callable[[], None]) -> list[AdapterInfo]:
+    async def _change(self, name: str, entry: AdapterEntry | None, write: Write) -> list[AdapterInfo]:
         """Let a name be this on every replica, or on none; None forgets it. Hold the lock."""
         before, after = self._revision, self._next_revision()
         try:
             infos = await self._on_all("take_entry", name, entry, before, after)
-            await asyncio.to_thread(save)
+            await asyncio.to_thread(self._write, write)
         except BaseException:
             known = self._entries.get(name)
             for undone in await every_answer(self._replicas, "take_entry", name, known, after, before):
@@ -191,7 +197,7 @@ class AdapterDirectory:
         return answers
 
     async def _rebuild(self) -> None:
-        if self._registry is not None:
+        if self._registry is not None and not self._registry.is_new:
             known = await asyncio.to_thread(self._registry.entries)
         else:
             held = [each for each in await every_answer(self._replicas, "held_adapters") if each is not None]
@@ -199,21 +205,63 @@ class AdapterDirectory:
             known = list(latest.entries)
             self._revision = replace(self._revision, number=latest.revision.number + 1)
         self._entries = {entry.name: entry for entry in known}
+        if self._registry is not None and self._registry.is_new and known:
+            await asyncio.to_thread(self._restore)
         for module in self._config.lora_modules:
             if module.name not in self._entries:
                 settings = AdapterSettings() if self._registry is None else self._registry.settings(module.name)
                 self._entries[module.name] = AdapterEntry(module.name, None, module.path, settings)
 
+    def _write(self, write: Write) -> None:
+        """To the file, if there is one; to one that is lost or damaged, all that is known goes first.
+
+        Raises:
+            RayLoraError: it cannot be written.
+        """
+        if self._registry is None:
+            return
+        try:
+            try:
+                write(self._registry)
+            except sqlite3.Error as error:
+                if not is_damage(error):
+                    raise
+                self._registry = AdapterRegistry(self._registry.path)
+                self._restore()
+                write(self._registry)
+        except sqlite3.Error as error:
+            raise RayLoraError(f"lora_registry_path: {self._registry.path} cannot be written: {error}") from None
+
+    def _restore(self) -> None:
+        """Write the names that came by a load, and what was said of any."""
+        assert self._registry is not None
+        entries = list(self._entries.values())
+        configured = {module.name: module.path for module in self._config.lora_modules}
+        loaded = []
+        for entry in entries:
+            found = None if self._folder is None else self._folder.find(entry.name)
+            if entry.source not in (configured.get(entry.name), found and found.path):
+                loaded.append(entry)
+        settings = {entry.name: entry.settings for entry in entries if entry.settings != AdapterSettings()}
+        self._registry.restore(loaded, settings)
+        logger.error(
+            "lora_registry_path: %s was empty; it has the %d adapters again that were loaded and are served",
+            self._registry.path,
+            len(loaded),
+        )
+
     async def _save_times_for_ever(self) -> None:
         while True:
             await asyncio.sleep(SAVE_PERIOD_S)
-            await asyncio.to_thread(self._save_times)
+            try:
+                await asyncio.to_thread(self._save_times)
+            except RayLoraError as error:
+                logger.error("%s", error)
 
     def _save_times(self) -> None:
-        if self._registry is not None:
-            entries = list(self._entries.values())
-            times = {each.name: each.settings.last_used for each in entries}
-            self._registry.set_last_used({name: at for name, at in times.items() if at is not None})
+        times = {each.name: each.settings.last_used for each in list(self._entries.values())}
+        used = {name: at for name, at in times.items() if at is not None}
+        self._write(lambda registry: registry.set_last_used(used))
 
     def _snapshot(self) -> Snapshot:
         return Snapshot(self._revision, in_order_of_need(self._entries.values()))
@@ -226,10 +274,6 @@ class AdapterDirectory:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return await asyncio.shield(task)
-
-
-def _nothing(*_: object) -> None:
-    """There is no file to write to."""
 
 
 def _open_registry(config: EngineConfig) -> AdapterRegistry | None:

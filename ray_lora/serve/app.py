@@ -35,7 +35,7 @@ REPLICA: Deployment = serve.deployment(
     max_ongoing_requests=MAX_ONGOING_REQUESTS,
     graceful_shutdown_wait_loop_s=1,
     graceful_shutdown_timeout_s=DRAIN_TIMEOUT_S,
-    health_check_period_s=5,
+    health_check_period_s=1,
     logging_config={"enable_access_log": False},
     request_router_config={
         "request_router_class": "ray_lora.serve.replica_router:ReplicaRouter",

@@ -8,6 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Protocol
 
+import ray
 from ray import serve
 
 from ray_lora.adapter import AdapterFiles, AdapterInfo, AdapterManifest, AdapterValidation, Tier, TierUse
@@ -28,12 +29,17 @@ from ray_lora.step import ModelInfo
 DIRECTORY_NAME = "AdapterDirectory"
 FORGET_S = 60.0
 """An outbox that nobody has come for is dropped after this; its ingress is gone."""
+LAST_WORDS_S = 0.5
+"""Time for a replica that ends to tell its callers why."""
 
 
 class Engine(AdapterEngine, Protocol):
     """What a replica needs; `engine/async_engine.py` has the real one."""
 
     info: ModelInfo
+
+    @property
+    def dead(self) -> RayLoraError | None: ...
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]: ...
     async def inspect_adapter(self, path: str) -> AdapterManifest: ...
@@ -68,6 +74,7 @@ class LLMReplica:
         context = serve.get_replica_context()
         self._id = context.replica_id.unique_id
         self._config = config
+        self._is_leaving = False
         self._outboxes: dict[str, Outbox] = {}
         self._under_way: Counter[str | None] = Counter()
         """Requests by adapter."""
@@ -111,6 +118,7 @@ class LLMReplica:
                 outbox.put(key, None)
             except RayLoraError as error:
                 outbox.put(key, error)
+                self._leave_if_dead()
             if not outbox.is_open:
                 yield outbox.take(key)
         finally:
@@ -193,13 +201,16 @@ class LLMReplica:
         return {"load": load(self._under_way.total(), self._config.max_num_seqs, usage)}
 
     async def check_health(self) -> None:
-        """Called by Serve, which rebuilds a replica that raises."""
-        await self._engine.check_health()
+        """Called by Serve, which rebuilds a replica that raises three times, or is gone."""
+        try:
+            await self._engine.check_health()
+        finally:
+            self._leave_if_dead()
 
     async def missing(self) -> list[str]:
         """What keeps this replica from answering as it should, in words; nothing if it can."""
         try:
-            await self._engine.check_health()
+            await self.check_health()
         except EngineDeadError as error:
             return [str(error)]
         return []
@@ -210,6 +221,13 @@ class LLMReplica:
         if hasattr(self, "_engine"):
             await self._follower.end()
             await self._engine.shutdown()
+
+    def _leave_if_dead(self) -> None:
+        """Without its engine a replica is of no use, and as long as it is there, requests are sent to it."""
+        if self._engine.dead is not None and not self._is_leaving:
+            self._is_leaving = True
+            own = ray.get_runtime_context().current_actor
+            asyncio.get_running_loop().call_later(LAST_WORDS_S, ray.kill, own)
 
     def _forget(self, ingress_id: str, outbox: Outbox) -> None:
         if outbox.num_requests == 0 and not outbox.is_open and self._outboxes.get(ingress_id) is outbox:

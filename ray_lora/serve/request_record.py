@@ -19,7 +19,8 @@ class RequestRecord:
         self._tell = tell
         self.request = request
         self.begin_ns = time.time_ns()
-        """Since the epoch, as is `end_ns`."""
+        """Since the epoch, as is `end_ns`; what lies between them does not depend on that clock."""
+        self._began_ns = time.monotonic_ns()
         self.end_ns = self.begin_ns
         self.status = CLIENT_CLOSED_REQUEST
         """As over HTTP, also in the middle of a stream and for callers by handle."""
@@ -58,7 +59,7 @@ class RequestRecord:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self.end_ns = time.time_ns()
+        self.end_ns = self.begin_ns + time.monotonic_ns() - self._began_ns
         if error is not None and not isinstance(error, GeneratorExit | asyncio.CancelledError):
             self.error = error
             self.status = status_of(error) if isinstance(error, RayLoraError) else 500

@@ -188,13 +188,14 @@ def test_a_source_that_changes_meanwhile_is_refused(
     assert list(store.directory.iterdir()) == []
 
 
+@pytest.mark.parametrize("full_at", ["_copy_bytes", "tempfile.mkdtemp"])
 def test_a_full_disk_is_a_lack_of_capacity(
-    store: AdapterStore, adapter_dir: Path, monkeypatch: pytest.MonkeyPatch
+    full_at: str, store: AdapterStore, adapter_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: object) -> int:
+    def full(*_: object, **__: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(store_module, "_copy_bytes", full)
+    monkeypatch.setattr(f"{store_module.__name__}.{full_at}", full)
     with pytest.raises(CapacityError, match="adapter_store_dir"):
         store.add(adapter_dir)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from ray_lora import EngineConfig
+from ray_lora.cluster import ray_tp
 from ray_lora.cluster.ray_tp import RayTPExecutor
 from ray_lora.engine.async_engine import AsyncEngine
 from ray_lora.errors import EngineDeadError
@@ -89,5 +90,26 @@ def test_a_stopped_rank_is_noticed_and_so_is_that_it_goes_on(config: EngineConfi
             )
             tokens = [token async for chunk in engine.generate(request) for token in chunk.outputs[0].token_ids]
             assert tokens == expected_tokens(Path(config.model), None, [[5, 6, 7]], 8)[0]
+
+    asyncio.run(main())
+
+
+def test_a_rank_that_stays_stopped_is_given_up_and_ends_the_requests(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_tp, "GIVE_UP_S", 1.0)
+
+    async def main() -> None:
+        async with engine_and_ranks(config) as (engine, pids):
+            request = GenerateRequest(prompt=[5, 6, 7], sampling_params=SamplingParams(max_tokens=200, ignore_eos=True))
+            stream = engine.generate(request)
+            await anext(stream)
+            os.kill(pids[1], signal.SIGSTOP)
+            assert "rank 1 did not answer" in (await until_health(engine, is_well=False) or "")
+            with pytest.raises(EngineDeadError):
+                async for _ in stream:
+                    pass
+            assert engine.dead is not None
+            os.kill(pids[1], signal.SIGCONT)
 
     asyncio.run(main())

@@ -1,61 +1,23 @@
 """Whatever happens at whichever point of a load, either every rank has the adapter or none, and soon."""
 
-import os
-import signal
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import ray
 
 from ray_lora import EngineConfig, SamplingParams
 from ray_lora.cluster.ray_tp import RayTPExecutor
-from ray_lora.cluster.worker import Worker
 from ray_lora.errors import AdapterStagingError, EngineDeadError
-from ray_lora.step import AdapterPlan, ModelInfo, SequencePlan, SequenceStart, StepPlan
+from ray_lora.step import AdapterPlan, SequencePlan, SequenceStart, StepPlan
+from tests.faulty_worker import FaultyWorker
 from tests.tiny import make_adapter, make_checkpoint
-
-ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
 SHAPE = {"num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 322}
 TIMEOUT_S = 5.0
-POINTS = {"read": "_cut", "prepare": "_allocate", "barrier": "_agree", "check": "_verify"}
-"""The reader's read, each rank's memory, their meeting before the transfer, and what they hold after it."""
-
-
-class FaultyWorker(Worker):
-    """At a point of a load, a rank does what the file `fault` in the store's directory says: `rank point action`."""
-
-    def start(self, init_method: str | None = None) -> ModelInfo:
-        info = super().start(init_method)
-        for point, method in POINTS.items():
-            setattr(self._staging, method, self._at(point, getattr(self._staging, method)))
-        return info
-
-    def _at(self, point: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        def faulty(*args: Any) -> Any:
-            file = Path(self._config.adapter_store_dir, "fault")
-            rank, where, action = file.read_text().split() if file.exists() else ("", "", "")
-            if (rank, where) != (str(self._rank), point):
-                return method(*args)
-            match action:
-                case "die":
-                    os.kill(os.getpid(), signal.SIGKILL)
-                case "stop":
-                    os.kill(os.getpid(), signal.SIGSTOP)
-                case "fail":
-                    return "MemoryError: no room" if point == "check" else (None, "cannot hold it")
-                case "raise":
-                    return AdapterStagingError("rank 0 could not read the adapter: OSError: gone")
-            return method(*args)
-
-        return faulty
 
 
 @pytest.fixture(scope="module")
@@ -102,11 +64,21 @@ def test_a_rank_that_fails_leaves_every_rank_as_it_was(
             executor.stage_adapter(other)
         assert executor.staged_versions() == [{good.version}] * 2
         assert step_with(executor, good.version, request_id=2 + number) == before, "the service goes on"
-    (tmp_path / "fault").unlink()
     executor.stage_adapter(other)
     assert executor.staged_versions() == [{good.version, other.version}] * 2
     executor.drop_adapter(good.version)
     assert executor.staged_versions() == [{other.version}] * 2
+
+
+@pytest.mark.parametrize("fault", ["0 inspect out-of-memory", "0 read out-of-memory"])
+def test_what_goes_wrong_while_an_adapter_is_read_is_an_error_of_its_load_alone(
+    fault: str, executor: RayTPExecutor, adapters: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "fault").write_text(fault)
+    with pytest.raises(AdapterStagingError, match="rank 0 could not read the adapter: MemoryError: no room"):
+        executor.stage_adapter(executor.inspect_adapter(adapters[0]))
+    executor.check_health()
+    executor.stage_adapter(executor.inspect_adapter(adapters[0]))
 
 
 @pytest.mark.parametrize("fault", ["0 read die", "1 prepare die", "0 barrier die", "1 check die", "1 barrier stop"])

@@ -91,6 +91,27 @@ def test_a_rank_that_never_answers_is_a_timeout() -> None:
         hub.exchange(b"plan")
 
 
+def test_an_exchange_that_is_broken_off_ends_with_an_error() -> None:
+    arrived = threading.Event()
+
+    def serve(link: RankLink, rank: int) -> None:
+        while link.receive() is not None:
+            arrived.set()
+
+    with linked(2, serve) as hub:
+
+        def break_off() -> None:
+            arrived.wait(10)
+            hub.break_off()
+
+        breaker = threading.Thread(target=break_off)
+        breaker.start()
+        with pytest.raises((EOFError, OSError)):
+            hub.exchange(b"plan")
+        breaker.join()
+        hub.break_off()
+
+
 def test_a_rank_that_never_connects_is_a_timeout() -> None:
     hub = StepHub("127.0.0.1", 2, 5)
     with RankLink(hub.invitation, 0), pytest.raises(TimeoutError):

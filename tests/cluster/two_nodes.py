@@ -10,10 +10,12 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +26,12 @@ from ray_lora import LLM, SamplingParams
 from ray_lora.cluster.ray_tp import RayTPExecutor, _address_of_bundle
 from ray_lora.errors import EngineDeadError
 
-NAMESPACES = ["unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+NAMESPACES = ["unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
 HEAD, OTHER = "10.77.0.1", "10.77.0.2"
+HEAD_NAME, OTHER_NAME = "node0", "node1"
+HEAD_RESOURCE = '--resources={"head": 1}'
+NUM_CPUS = 2
+"""Of each node."""
 CABLE = ("node0", "node1")
 """The network interface at either end."""
 RAY_PORT = 6379
@@ -35,12 +41,7 @@ DECODING_S = 1.0
 
 def main() -> None:
     case = json.load(sys.stdin)
-    become_node()
-    other = start_other_node(case["only_here"])
-    plug(CABLE[0], HEAD)
-    run(["ray", "start", "--head", f"--node-ip-address={HEAD}", f"--port={RAY_PORT}", "--include-dashboard=false"])
-    ray.init(address=f"{HEAD}:{RAY_PORT}", log_to_driver=False)
-    wait_for_nodes(2)
+    other = join_nodes(case["only_here"])
     with LLM(**case["args"]) as llm:
         leave_to_first_rank(case["only_here"], llm, other)
         llm.load_adapter("a", case["adapter"])
@@ -51,6 +52,21 @@ def main() -> None:
             told |= lose_node(llm, other, case["loss"], case["prompts"][0])
         print(f"\n{json.dumps(told)}", flush=True)
         os._exit(0)  # takes both nodes with it: Ray would wait for the lost one
+
+
+def join_nodes(hidden: str) -> "subprocess.Popen[str]":
+    """Become the first node and connect to Ray there; the process of the other node, which has joined.
+
+    Args:
+        hidden: a directory that the other node sees empty.
+    """
+    become_node(HEAD_NAME)
+    other = start_other_node(hidden)
+    plug(CABLE[0], HEAD)
+    ray_start("--head", f"--node-ip-address={HEAD}", f"--port={RAY_PORT}", "--include-dashboard=false", HEAD_RESOURCE)
+    ray.init(address=f"{HEAD}:{RAY_PORT}", log_to_driver=False)
+    wait_for_nodes(2)
+    return other
 
 
 def leave_to_first_rank(directory: str, llm: LLM, other: "subprocess.Popen[str]") -> None:
@@ -70,11 +86,7 @@ def lose_node(llm: LLM, other: "subprocess.Popen[str]", loss: str, prompt: list[
     def lose() -> None:
         nonlocal lost_at
         lost_at = time.monotonic()
-        if loss == "raylet":
-            inside = psutil.Process(other.pid).children(recursive=True)
-            next(process for process in inside if process.name() == "raylet").send_signal(signal.SIGKILL)
-        else:
-            run(["ip", "link", "set", CABLE[0], "down"])
+        cut_off(other, loss)
 
     threading.Timer(DECODING_S, lose).start()
     params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True, n=8)
@@ -85,6 +97,15 @@ def lose_node(llm: LLM, other: "subprocess.Popen[str]", loss: str, prompt: list[
     except EngineDeadError as dead:
         error = str(dead)
     return {"error": error, "seconds": time.monotonic() - lost_at}
+
+
+def cut_off(other: "subprocess.Popen[str]", loss: str) -> None:
+    """Take the other node away: its `raylet`, and so all that runs there, or the `cable`."""
+    if loss == "raylet":
+        inside = psutil.Process(other.pid).children(recursive=True)
+        next(process for process in inside if process.name() == "raylet").send_signal(signal.SIGKILL)
+    else:
+        run(["ip", "link", "set", CABLE[0], "down"])
 
 
 def start_other_node(hidden: str) -> "subprocess.Popen[str]":
@@ -98,20 +119,25 @@ def start_other_node(hidden: str) -> "subprocess.Popen[str]":
 
 def be_other_node(hidden: str) -> None:
     """Join the first node's Ray, with an empty directory in place of one that only the first node has."""
-    become_node()
+    become_node(OTHER_NAME)
     run(["mount", "-t", "tmpfs", "tmpfs", hidden])
     while CABLE[1] not in psutil.net_if_stats():
         time.sleep(0.01)
     plug(CABLE[1], OTHER)
     deadline = time.monotonic() + JOIN_TIMEOUT_S
     while time.monotonic() < deadline:  # until the first node's Ray has started
-        join = ["ray", "start", f"--address={HEAD}:{RAY_PORT}", f"--node-ip-address={OTHER}", "--block"]
-        subprocess.run(join, stdout=sys.stderr, check=False)
+        with suppress(subprocess.CalledProcessError):
+            ray_start(f"--address={HEAD}:{RAY_PORT}", f"--node-ip-address={OTHER}", "--block")
         time.sleep(0.5)
 
 
-def become_node() -> None:
-    """What machines do not share: Ray's files and shared memory."""
+def ray_start(*options: str) -> None:
+    run(["ray", "start", f"--num-cpus={NUM_CPUS}", *options])
+
+
+def become_node(name: str) -> None:
+    """What machines do not share: a name, Ray's files and shared memory."""
+    socket.sethostname(name)
     for directory in ("/tmp/ray", "/dev/shm"):
         Path(directory).mkdir(exist_ok=True)
         run(["mount", "-t", "tmpfs", "tmpfs", directory])

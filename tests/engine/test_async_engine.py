@@ -672,7 +672,7 @@ async def test_idle_ranks_meet_again_and_again_and_a_dead_one_is_noticed(monkeyp
         assert (await server.generate([1, 2, 3])).outputs[0].token_ids == expected(None, [1, 2, 3])
         await server.engine.check_health()
         server.executor.dead = True
-        await until(lambda: server.engine._mailbox.error is not None)
+        await until(lambda: server.engine.dead is not None)
 
 
 @in_event_loop

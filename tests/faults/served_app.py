@@ -19,7 +19,10 @@ from ray import serve
 from ray_lora.config import EngineConfig
 from ray_lora.serve import app
 from ray_lora.serve.replica import EngineStarter
+from tests.faults.traffic import Report
 
+REBUILT_S = 30.0
+"""Until the service answers again after a fault, besides what the application took to start."""
 DEPLOYMENT = Path(__file__).parents[2] / "deployments" / "llama.yaml"
 
 
@@ -40,9 +43,18 @@ class App:
         body = {"lora_name": name, "lora_path": str(source), **fields}
         return httpx.post(f"{self.url}/v1/load_lora_adapter", json=body, timeout=120)
 
+    def unload(self, name: str) -> httpx.Response:
+        return httpx.post(f"{self.url}/v1/unload_lora_adapter", json={"lora_name": name}, timeout=120)
+
     @property
     def adapters(self) -> set[str]:
         return {card["id"] for card in self.get("/v1/models").json()["data"] if card["parent"] is not None}
+
+    def check_healed(self, report: Report) -> None:
+        assert report.num_wrong == 0
+        assert report.num_lost == 0, "everybody gets an answer or an error of ours"
+        assert report.first_good_s is not None
+        assert report.first_good_s < REBUILT_S + self.start_s
 
 
 @contextmanager

@@ -40,7 +40,7 @@ Outcome = Literal["answered", "refused", "broken", "lost"]
 another kind, after the answer had begun. `lost`: no answer and no error of ours."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
     """One question, once asked. Times are of `time.monotonic`."""
 
@@ -113,6 +113,8 @@ class Traffic:
         turns = itertools.product((True, False), questions)
         self._turns = itertools.cycle([(question, stream) for stream, question in turns])
         self._requests: list[Request] = []
+        """Those that have ended."""
+        self._under_way: list[Request] = []
         self._lock = threading.Lock()
         self._fault_at: float | None = None
         self._stopping = threading.Event()
@@ -134,6 +136,15 @@ class Traffic:
         """Until so many more requests have been answered."""
         target = self._num_answered(0.0) + number
         self._wait(lambda: self._num_answered(0.0) >= target, timeout_s, f"{number} answers")
+
+    def wait_for_streams(self, number: int = 1, timeout_s: float = 60) -> None:
+        """Until so many streams are in their first half."""
+
+        def num_begun() -> int:
+            with self._lock:
+                return sum(0 < len(each.tokens) < len(each.question.tokens) / 2 for each in self._under_way)
+
+        self._wait(lambda: num_begun() >= number, timeout_s, f"{number} streams")
 
     def wait_until_steady(self, timeout_s: float, num_answers: int | None = None) -> None:
         """Until so many requests in a row that were sent after the fault are answered; by default two by client."""
@@ -198,16 +209,20 @@ class Traffic:
     async def _be_client(self, session: aiohttp.ClientSession) -> None:
         while not self._stopping.is_set():
             question, stream = next(self._turns)
-            request = await ask(session, self._url, question, stream)
+            request = Request(question, stream, time.monotonic())
             with self._lock:
+                self._under_way.append(request)
+            await ask(session, self._url, request)
+            with self._lock:
+                self._under_way.remove(request)
                 self._requests.append(request)
             if request.outcome != "answered":
                 await asyncio.sleep(PAUSE_AFTER_FAILURE_S)
 
 
-async def ask(session: aiohttp.ClientSession, url: str, question: Question, stream: bool) -> Request:
-    """Ask once, and wait for what comes of it; raises nothing."""
-    request = Request(question, stream, time.monotonic())
+async def ask(session: aiohttp.ClientSession, url: str, request: Request) -> None:
+    """Send it, and note what comes of it; raises nothing."""
+    question = request.question
     body = {
         "model": question.model,
         "prompt": question.prompt,
@@ -215,13 +230,13 @@ async def ask(session: aiohttp.ClientSession, url: str, question: Question, stre
         "temperature": 0,
         "ignore_eos": True,
         "return_token_ids": True,
-        "stream": stream,
+        "stream": request.stream,
     }
     try:
         async with session.post(f"{url}/v1/completions", json=body) as response:
             if response.status != 200:
                 _note_refusal(request, response.status, await response.text())
-            elif stream:
+            elif request.stream:
                 await _read_stream(request, response)
             else:
                 request.tokens = (await response.json())["choices"][0]["token_ids"]
@@ -229,7 +244,6 @@ async def ask(session: aiohttp.ClientSession, url: str, question: Question, stre
     except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
         request.outcome, request.reason = "lost", f"{type(error).__name__}: {error}"
     request.ended_at = time.monotonic()
-    return request
 
 
 def learn(url: str, models: Sequence[str], prompts: Sequence[list[int]], max_tokens: int) -> list[Question]:
@@ -239,7 +253,8 @@ def learn(url: str, models: Sequence[str], prompts: Sequence[list[int]], max_tok
         async with aiohttp.ClientSession() as session:
             questions = []
             for model, prompt in itertools.product(models, prompts):
-                request = await ask(session, url, Question(model, prompt, [0] * max_tokens), stream=False)
+                request = Request(Question(model, prompt, [0] * max_tokens), stream=False, sent_at=0.0)
+                await ask(session, url, request)
                 assert request.outcome == "answered", f"{model}: {request.reason}"
                 questions.append(Question(model, prompt, request.tokens))
             return questions

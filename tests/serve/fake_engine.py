@@ -95,6 +95,7 @@ class FakeEngine:
         self.deaths: list[int] = []
         """The next requests, one each, find that a rank is gone when they have this many tokens."""
         self.is_dead = False
+        self.dead: RayLoraError | None = None
         self.is_shut_down = False
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:

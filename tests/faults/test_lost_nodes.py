@@ -1,0 +1,93 @@
+"""Of two nodes one is lost for good: what was there comes back on the other one, with its adapters."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.two_nodes import HEAD_NAME, NAMESPACES, OTHER_NAME
+from tests.tiny import expected_tokens, make_adapter, make_checkpoint, random_prompts
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
+
+ROOT = Path(__file__).parents[2]
+NUM_TOKENS = 60
+TWO_REPLICAS: dict[str, Any] = {"num_replicas": 2, "title": "LLMReplica", "by_url": False, "args": {}}
+"""Each with the whole model, one a node; the adapters' paths exist on the first node alone."""
+TWO_RANKS: dict[str, Any] = {
+    "num_replicas": 1,
+    "title": "ray::Worker",
+    "by_url": True,
+    "args": {"tensor_parallel_size": 2, "placement_group_strategy": "SPREAD", "rank_num_cpus": 1},
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "loss"),
+    [(TWO_REPLICAS, "raylet"), (TWO_RANKS, "raylet"), (TWO_RANKS, "cable")],
+    ids=["a replica's node", "a rank's node", "a rank's cable"],
+)
+def test_what_a_lost_node_had_is_served_again_by_the_other_one(
+    layout: dict[str, Any], loss: str, tmp_path: Path, tell: Callable[[object], None]
+) -> None:
+    if subprocess.run([*NAMESPACES, "true"], capture_output=True).returncode != 0:
+        pytest.skip("needs root, for networks of its own and a cable between them")
+    shape = {"num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 322}
+    checkpoint = make_checkpoint(tmp_path / "model", "qwen2", **shape)
+    only_here = tmp_path / "only-here"
+    adapters = {name: make_adapter(only_here / name, checkpoint, seed) for seed, name in enumerate(["a0", "a1"])}
+    config = {
+        "model": str(checkpoint),
+        "served_model_name": "base",
+        "adapter_store_dir": str(only_here / "store"),
+        "lora_registry_path": str(tmp_path / "shared" / "registry.sqlite"),
+        "kv_cache_memory_bytes": 1 << 23,
+        "num_threads": 1,
+        "allow_runtime_lora_updating": True,
+    }
+    case = layout | {
+        "args": config | layout["args"],
+        "loss": loss,
+        "only_here": str(only_here),
+        "adapters": {name: str(path) for name, path in adapters.items()},
+        "prompts": random_prompts(2, 322, longest=30),
+        "max_tokens": NUM_TOKENS,
+    }
+    told = run_on_two_nodes(case)
+    tell(told["said"])
+    assert told["before"] == 1, "one of two was on the other node"
+    for model, prompt, tokens in told["tokens"]:
+        assert tokens == expected_tokens(checkpoint, adapters.get(model), [prompt], NUM_TOKENS)[0]
+    assert told["report"]["num_wrong"] == 0
+    assert told["report"]["num_lost"] == 0
+    assert told["adapters"] == ["a0", "a1"]
+    assert told["refusal"]["code"] == 404
+    assert any(f"does not exist on {name};" in told["refusal"]["message"] for name in (HEAD_NAME, OTHER_NAME))
+
+
+def run_on_two_nodes(case: dict[str, Any]) -> dict[str, Any]:
+    """What `serve_two_nodes.py` tells."""
+    result = subprocess.run(
+        [*NAMESPACES, sys.executable, Path(__file__).with_name("serve_two_nodes.py")],
+        input=json.dumps(case),
+        env=os.environ
+        | {
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": "0123456789abcdef0123456789abcdef",
+        },
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-6000:]
+    told: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    return told
