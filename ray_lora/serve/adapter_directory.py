@@ -28,7 +28,7 @@ from ray_lora.names import check_adapter_name
 from ray_lora.serve.adapter_entry import AdapterEntry, AdapterSettings, Revision, Snapshot, in_order_of_need
 from ray_lora.serve.adapter_listing import merged
 from ray_lora.serve.adapter_registry import AdapterRegistry
-from ray_lora.serve.replica_calls import answer, every_answer, told
+from ray_lora.serve.replica_calls import answer, call, every_answer, told
 
 logger = logging.getLogger("ray.serve")
 T = TypeVar("T")
@@ -114,7 +114,7 @@ class AdapterDirectory:
     ) -> tuple[AdapterInfo, bool]:
         check_adapter_name(name, self._config.base_model_name)
         manifest: AdapterManifest
-        reader, manifest = await answer(self._replicas.inspect_adapter.remote(path))
+        reader, manifest = await answer(call(self._replicas.inspect_adapter, path))
         version = manifest.version
         is_named = False
         try:
@@ -143,7 +143,7 @@ class AdapterDirectory:
             await self._change(name, None, lambda: remove(name))
 
     async def _set(self, name: str, save: Callable[[], None], **said: Any) -> AdapterInfo:
-        await answer(self._replicas.model_info.remote())  # waits for one, if none is running: it must agree
+        await answer(call(self._replicas.model_info))  # waits for one, if none is running: it must agree
         async with self._lock:
             before = self._entries.get(name)
             if before is None:

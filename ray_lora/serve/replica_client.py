@@ -15,7 +15,7 @@ from ray_lora.request import GenerateChunk, GenerateRequest
 from ray_lora.serve.adapter_listing import merged
 from ray_lora.serve.outbox import Item, decode
 from ray_lora.serve.replica import Accepted
-from ray_lora.serve.replica_calls import answer, as_ours, every_answer
+from ray_lora.serve.replica_calls import answer, as_ours, call, every_answer
 from ray_lora.serve.request_observer import RequestObserver
 from ray_lora.stats import EngineStats
 from ray_lora.step import ModelInfo
@@ -52,8 +52,8 @@ class ReplicaClient:
         key = next(self._keys)
         queue: asyncio.Queue[Item] = asyncio.Queue()
         self._queues[key] = queue
-        call: Any = self._submit.remote(request, self._id, key)
-        watching = self._start(self._watch(call, key))
+        submitted = call(self._submit, request, self._id, key)
+        watching = self._start(self._watch(submitted, key))
         is_over = False
         try:
             with self._observer.watch(request) as record:
@@ -68,7 +68,7 @@ class ReplicaClient:
             del self._queues[key]
             self._replica_of.pop(key, None)
             if not is_over:
-                call.cancel()
+                submitted.cancel()
                 watching.cancel()
 
     async def load_adapter(
@@ -91,12 +91,12 @@ class ReplicaClient:
         return info
 
     async def validate_adapter(self, path: str, name: str | None) -> AdapterValidation:
-        found: AdapterValidation = await answer(self._replicas.validate_adapter.remote(path, name))
+        found: AdapterValidation = await answer(call(self._replicas.validate_adapter, path, name))
         return found
 
     async def list_adapters(self) -> list[AdapterInfo]:
         lists = await every_answer(self._replicas, "list_adapters")
-        return merged(lists or [await answer(self._replicas.list_adapters.remote())])  # which waits for a replica
+        return merged(lists or [await answer(call(self._replicas.list_adapters))])  # which waits for a replica
 
     async def adapter_tiers(self) -> list[dict[Tier, TierUse]]:
         return await self._on_all("adapter_tiers")
@@ -105,7 +105,7 @@ class ReplicaClient:
         return dict(await self._on_all("stats"))
 
     async def model_info(self) -> ModelInfo:
-        info: ModelInfo = await answer(self._replicas.model_info.remote())
+        info: ModelInfo = await answer(call(self._replicas.model_info))
         return info
 
     async def check_health(self) -> None:
@@ -118,10 +118,10 @@ class ReplicaClient:
             return [str(error)]
         return [reason for answer in answers for reason in answer]
 
-    async def _watch(self, call: DeploymentResponseGenerator[Accepted | bytes], key: int) -> None:
+    async def _watch(self, submitted: DeploymentResponseGenerator[Accepted | bytes], key: int) -> None:
         """Follow a request's own call: where it runs, and whether it breaks."""
         try:
-            async for accepted in call:
+            async for accepted in submitted:
                 if isinstance(accepted, bytes):
                     self._tell_all(accepted)
                     continue
@@ -135,8 +135,7 @@ class ReplicaClient:
 
     async def _follow_outbox(self, replica_id: str) -> None:
         try:
-            batches: Any = self._outbox.remote(replica_id, self._id)
-            async for batch in batches:
+            async for batch in call(self._outbox, replica_id, self._id):
                 self._tell_all(batch)
         except Exception as error:
             logger.warning("the stream of replica %s broke: %s", replica_id, error)
