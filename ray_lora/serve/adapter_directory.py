@@ -153,18 +153,20 @@ class AdapterDirectory:
 
     async def _change(self, name: str, entry: AdapterEntry | None, save: Callable[[], None]) -> list[AdapterInfo]:
         """Let a name be this on every replica, or on none; None forgets it. Hold the lock."""
-        before, after = self._revision, self._next_revision()
+        before, after, known = self._revision, self._next_revision(), self._entries.get(name)
+        if entry is None:
+            self._entries.pop(name, None)  # who asks while some have forgotten it must not learn it anew
         try:
             infos = await self._on_all("take_entry", name, entry, before, after)
             await asyncio.to_thread(save)
         except BaseException:
-            known = self._entries.get(name)
+            if known is not None:
+                self._entries[name] = known
             for undone in await every_answer(self._replicas, "take_entry", name, known, after, before):
                 if isinstance(undone, RayLoraError):
                     logger.error("a change of adapter %r was refused and could not be undone: %s", name, undone)
             raise
         self._revision = after
-        self._entries.pop(name, None)
         if entry is not None:
             self._entries[name] = entry
         return infos

@@ -54,7 +54,7 @@ class AdapterFollower:
         self._num_orders = 0
         self._told_used: dict[str, float] = {}
         self._has_served = False
-        self._asking: SharedCalls[AdapterEntry | None] = SharedCalls()
+        self._asking: SharedCalls[None] = SharedCalls()
         self._tasks: list[asyncio.Task[None]] = []
 
     async def begin(self, engine: AdapterEngine) -> None:
@@ -105,9 +105,7 @@ class AdapterFollower:
         if name not in self._entries:
             with suppress(TimeoutError):
                 async with asyncio.timeout(ASK_TIMEOUT_S):
-                    entry = await self._asking.run(name, lambda: self._resolve(name))
-                if entry is not None:
-                    self._entries.setdefault(name, entry)
+                    await self._asking.run(name, lambda: self._learn(name))
 
     async def prepare(self, entry: AdapterEntry, path: str, stages: bool) -> None:
         """Do all that can fail before an entry is taken.
@@ -231,9 +229,15 @@ class AdapterFollower:
         self._told_used |= used
         return snapshot
 
-    async def _resolve(self, name: str) -> AdapterEntry | None:
-        entry: AdapterEntry | None = await answer(self._directory.resolve.remote(name))
-        return entry
+    async def _learn(self, name: str) -> None:
+        """Ask the directory what a name is, and again if an order has come meanwhile, for that is newer."""
+        while name not in self._entries:
+            num_orders = self._num_orders
+            entry: AdapterEntry | None = await answer(self._directory.resolve.remote(name))
+            if num_orders == self._num_orders:
+                if entry is not None:
+                    self._entries[name] = entry
+                return
 
 
 def _changed(mine: dict[str, AdapterEntry], theirs: Iterable[AdapterEntry]) -> Iterator[AdapterEntry]:
