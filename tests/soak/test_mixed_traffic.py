@@ -30,6 +30,7 @@ from tests.soak.traffic import Traffic
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(0), *IGNORE_PEFT_WARNINGS]
 
 NAMES = [f"{letter}{number}" for letter in "ab" for number in range(9)]
+OURS = ("Ingress", "AdapterDirectory", "LLMReplica", "Worker")
 SAMPLE_PERIOD_S = 3.0
 RECOVERY_S = 180.0
 IDLE_S = 60.0
@@ -198,10 +199,11 @@ async def check_all_given_back(
     served.watch.sample()
     for rank in served.watch.running("Worker"):
         assert leases(rank.process, served.store) <= MAX_KEPT
+    now = served.watch.most()
     more = {
-        kind: (before[kind], now)
-        for kind, now in served.watch.most().items()
-        if now[0] > before[kind][0] or now[1] > before[kind][1]
+        kind: (before[kind], now[kind])
+        for kind in OURS
+        if any(after > least for after, least in zip(now[kind], before[kind], strict=True))
     }
     assert not more, f"descriptors and threads, before and after: {more}"
 
