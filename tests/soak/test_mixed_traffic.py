@@ -7,7 +7,7 @@ import re
 import signal
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,10 +48,10 @@ class Served:
     watch: ProcessWatch = field(default_factory=ProcessWatch)
 
     async def metrics(self, session: aiohttp.ClientSession) -> dict[str, list[float]]:
-        """Values by name, one for each replica."""
+        """Values by name, one for each replica; empty if they cannot be had now."""
         head = {"Authorization": f"Bearer {self.keys['operator']}"}
         async with session.get(self.url + "/metrics", headers=head) as response:
-            text = await response.text()
+            text = await response.text() if response.status == 200 else ""
         found: dict[str, list[float]] = {}
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
@@ -131,7 +131,8 @@ async def soak(served: Served, seconds: float, kill_period_s: float, capsys: Any
             killing = asyncio.create_task(kill_ranks(served, traffic, session, kill_period_s))
             await traffic.run(seconds)
             killing.cancel()
-            await asyncio.gather(killing, return_exceptions=True)
+            with suppress(asyncio.CancelledError):
+                await killing
             await recovered(served, traffic, session)
         await traffic.check_all()
         await check_busy_key(served, session)
@@ -159,7 +160,9 @@ async def kill_ranks(served: Served, traffic: Traffic, session: aiohttp.ClientSe
 async def recovered(served: Served, traffic: Traffic, session: aiohttp.ClientSession) -> None:
     """Both replicas are there, and well."""
     async with asyncio.timeout(RECOVERY_S):
-        while not (await served.is_ready(session) and len((await served.metrics(session))["ray_lora:lora_pages"]) == 2):
+        while len((await served.metrics(session)).get("ray_lora:lora_pages", ())) < 2 or not await served.is_ready(
+            session
+        ):
             await asyncio.sleep(0.5)
     if traffic.is_broken:
         traffic.is_broken, traffic.whole_at = False, time.monotonic()
@@ -169,7 +172,10 @@ async def idle(served: Served, session: aiohttp.ClientSession) -> None:
     """Nothing runs, nothing waits, and no block of the KV cache is in use."""
     names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
     async with asyncio.timeout(IDLE_S):
-        while (metrics := await served.metrics(session)) and any(any(metrics[name]) for name in names):
+        while True:
+            metrics = await served.metrics(session)
+            if not any(any(metrics.get(name, [1])) for name in names):
+                return
             await asyncio.sleep(0.5)
 
 
