@@ -52,8 +52,11 @@ class AdapterFollower:
         self._revision: Revision | None = None
         self._lock = asyncio.Lock()
         self._num_orders = 0
+        self._syncing = asyncio.Lock()
+        self._ordered: set[str] = set()
+        """Names that orders were about since the news were last asked for."""
         self._told_used: dict[str, float] = {}
-        self._has_served = False
+        self._catching_up: asyncio.Task[None] | None = None
         self._asking: SharedCalls[None] = SharedCalls()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -97,11 +100,9 @@ class AdapterFollower:
 
     async def ask_about(self, name: str) -> None:
         """Before a request: the directory may know a name that is new here; `find` does then."""
-        if not self._has_served:
-            self._has_served = True
-            with suppress(RayLoraError, TimeoutError):  # what happened between `begin` and being reached by others
-                async with asyncio.timeout(SYNC_PERIOD_S):
-                    await self._sync()
+        if self._catching_up is None:
+            self._catching_up = asyncio.create_task(self._catch_up())
+        await asyncio.shield(self._catching_up)
         if name not in self._entries:
             with suppress(TimeoutError):
                 async with asyncio.timeout(ASK_TIMEOUT_S):
@@ -128,6 +129,7 @@ class AdapterFollower:
         """
         async with self._lock:
             self._num_orders += 1
+            self._ordered.add(name)
             info = await self._become(name, entry)
             if self._revision == before:
                 self._revision = after
@@ -207,18 +209,29 @@ class AdapterFollower:
             with suppress(RayLoraError):  # the directory is away, and will be back
                 await self._sync()
 
+    async def _catch_up(self) -> None:
+        """Before the first request: what happened between `begin` and being reached by others."""
+        with suppress(RayLoraError, TimeoutError):
+            async with asyncio.timeout(SYNC_PERIOD_S):
+                await self._sync()
+
     async def _sync(self) -> None:
-        """Take over what the directory has said to others while this replica could not hear it."""
-        num_orders = self._num_orders
-        snapshot = await self._ask_news()
-        async with self._lock:
-            if snapshot is None or num_orders != self._num_orders:  # an order is newer than the news
+        """Take over what the directory has said to others while this replica could not hear it.
+
+        An order that comes meanwhile may be newer than the news, so they do not count for its name.
+        """
+        async with self._syncing:
+            self._ordered.clear()
+            snapshot = await self._ask_news()
+            if snapshot is None:
                 return
-            for name in self._entries.keys() - {entry.name for entry in snapshot.entries}:
-                await self._become(name, None)
-            for entry in _changed(self._entries, snapshot.entries):
-                await self._try_to_become(entry)
-            self._revision = snapshot.revision
+            async with self._lock:
+                for name in self._entries.keys() - {entry.name for entry in snapshot.entries} - self._ordered:
+                    await self._become(name, None)
+                for entry in _changed(self._entries, snapshot.entries):
+                    if entry.name not in self._ordered:
+                        await self._try_to_become(entry)
+                self._revision = snapshot.revision
 
     async def _ask_news(self) -> Snapshot | None:
         used = {}

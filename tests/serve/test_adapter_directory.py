@@ -111,6 +111,29 @@ async def test_who_asks_about_a_name_while_it_is_forgotten_does_not_learn_it_ane
         assert group.held() == [{}, {}]
 
 
+@in_event_loop
+async def test_a_replica_that_missed_a_change_catches_up_however_many_more_come(
+    config: EngineConfig, adapter: MakeAdapter
+) -> None:
+    async with running(config) as group:
+        for name, rank in (("a", 8), ("b", 9)):
+            await group.client.load_adapter(name, adapter(rank))
+        late = group.replicas.pop()
+        await group.client.unload_adapter("a")
+        group.replicas.append(late)
+        news = group.directory.news
+
+        async def overtaken(*args: Any) -> Any:
+            snapshot = await news(*args)
+            await group.client.load_adapter("b", adapter(10), load_inplace=True)
+            await group.client.load_adapter("c", adapter(11), load_inplace=True)
+            return snapshot
+
+        group.directory.news = overtaken
+        await late._follower._sync()
+        assert group.held() == [{"b": ("v10", False), "c": ("v11", False)}] * 2
+
+
 @pytest.mark.parametrize("fails", ["prepare_adapter", "point_adapter"])
 @in_event_loop
 async def test_if_one_replica_cannot_the_name_points_where_it_did_on_all(

@@ -61,8 +61,8 @@ class Continuation:
 class Expected:
     token_ids: list[int]
     text: str
-    finish_reason: str
-    stop_reason: str | None
+    finish_reason: str | None
+    stop_reason: str | int | None
 
 
 class Reference:
@@ -104,7 +104,7 @@ class Reference:
             ends = [(text.index(stop) + len(stop), -len(stop), stop) for stop in stops if stop in text]
             if ends:
                 end, _, stop = min(ends)
-                return Expected(token_ids, text[: end - len(stop)], "stop", stop)
+                return Expected(token_ids, text[: end - len(stop)].rstrip("\ufffd"), "stop", stop)
         return Expected(token_ids, text, "length", None)
 
     def decode(self, token_ids: list[int]) -> str:

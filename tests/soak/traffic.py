@@ -13,7 +13,7 @@ from typing import Any
 
 import aiohttp
 
-from tests.soak.reference import BASE, NUM_TOKENS, Prompt, Reference
+from tests.soak.reference import BASE, NUM_TOKENS, Expected, Prompt, Reference
 
 VERSION_HEADER = "x-adapter-version"
 LOGPROB_TOLERANCE = 2e-3
@@ -21,6 +21,8 @@ STOPS = ("e", "th", "s.", "1", " a", "qu")
 SEEDS = (1, 2, 5)
 OUTAGE_S = 8.0
 """How long after the server is whole again callers may still hear that it was not."""
+STALE_S = 3.0
+"""How long after that a new replica may have missed a change."""
 
 
 class WrongAnswerError(Exception):
@@ -78,7 +80,7 @@ class Choice:
 @dataclass(slots=True)
 class Answer:
     status: int = 0
-    version: str | None = None
+    versions: list[str] = field(default_factory=list)
     choices: dict[int, Choice] = field(default_factory=lambda: defaultdict(Choice))
     usage: dict[str, Any] | None = None
     error: str | None = None
@@ -108,7 +110,7 @@ class Traffic:
         self.num_checked = 0
         self.versions: dict[str, str] = {}
         """By content."""
-        self.is_broken, self.whole_at = False, 0.0
+        self.is_broken, self.whole_at = False, -OUTAGE_S
         self._url, self._keys, self._reference, self._session = url, keys, reference, session
         self._rng = random.Random(7)
         self._seeded: dict[tuple[str, int, int], list[int]] = {}
@@ -226,7 +228,10 @@ class Traffic:
         num_events = 0
         try:
             async with self._session.post(f"{self._url}/v1/{path}", json=body, headers=self._head(key)) as response:
-                answer.status, answer.version = response.status, response.headers.get(VERSION_HEADER)
+                answer.status = response.status
+                answer.versions = (
+                    response.headers[VERSION_HEADER].split(", ") if VERSION_HEADER in response.headers else []
+                )
                 if not (body["stream"] and response.status == 200):
                     answer.add(await response.json())
                     return answer
@@ -252,65 +257,77 @@ class Traffic:
     ) -> None:
         kind = ("left" if has_left else "stream" if body["stream"] else "whole") + f" as {key}"
         about = f"{kind} {name} {json.dumps(body)} -> {answer}"
-        possible = [BASE] if name == BASE else self.names[name].versions[begin:]
+        possible = [BASE] if name == BASE else self.names[name].versions[0 if self._is_outage(STALE_S) else begin :]
         is_foreign = key == "acme" and name != BASE and not name.startswith("a")
-        if answer.status == 404 and (None in possible or is_foreign):
+        is_unknown = answer.status == 404 or (answer.error or "").endswith("does not exist.")
+        if is_unknown and (None in possible or is_foreign):
             self.tally[kind]["404 as it should be"] += 1
         elif answer.status == 429 and key in ("busy", "poor"):
             self.tally[kind]["429 as it should be"] += 1
         elif answer.status != 200 or answer.error is not None:
             self._failed(kind, answer, about)
-        elif is_foreign or (answer.version or BASE) not in possible:
+        elif is_foreign or not set(answer.versions or [BASE]) <= set(possible):
             raise WrongAnswerError(f"the version cannot be: {[str(each)[:8] for each in possible]}: {about}")
         else:
-            self._check_choices(prompts, body, answer, has_left, about)
+            told = possible if body["stream"] and len(prompts) > 1 else answer.versions or [BASE]
+            contents = [content for content in (BASE, *self.versions) if self.versions.get(content, BASE) in told]
+            self._check_choices(contents, prompts, body, answer, has_left, about)
             self.tally[kind]["right"] += 1
 
     def _check_choices(
-        self, prompts: list[Prompt], body: dict[str, Any], answer: Answer, has_left: bool, about: str
+        self,
+        contents: list[str],
+        prompts: list[Prompt],
+        body: dict[str, Any],
+        answer: Answer,
+        has_left: bool,
+        about: str,
     ) -> None:
-        content = next((name for name, version in self.versions.items() if version == answer.version), BASE)
+        """Of several prompts each is right for one of the contents."""
         n = body.get("n", 1)
         if not has_left and sorted(answer.choices) != list(range(n * len(prompts))):
             raise WrongAnswerError(f"not all choices: {about}")
         for index, choice in answer.choices.items():
             prompt = prompts[index // n]
-            if "seed" in body:
-                self._check_repeats(content, prompt, body, index % n, choice, about)
-                continue
-            continuation = self._reference.continuation(content, prompt)
-            certain = continuation.num_certain
-            if choice.token_ids[:certain] != continuation.token_ids[: len(choice.token_ids)][:certain]:
-                raise WrongAnswerError(f"{content}: {continuation.token_ids}: {about}")
-            for mine, right in zip(choice.logprobs[:certain], continuation.logprobs, strict=False):
-                if abs(mine - right) > LOGPROB_TOLERANCE:
-                    raise WrongAnswerError(f"{content}: logprobs {continuation.logprobs}: {about}")
-            expected = self._reference.expected(content, prompt, body)
-            if has_left or expected is None:
-                continue
-            self.num_checked += 1
-            if (choice.text.rstrip("\ufffd"), choice.token_ids, choice.finish_reason, choice.stop_reason) != (
-                expected.text.rstrip("\ufffd"),
-                expected.token_ids,
-                expected.finish_reason,
-                expected.stop_reason,
-            ):
-                raise WrongAnswerError(f"{content}: {expected}: {about}")
+            faults = []
+            for content in contents:
+                if "seed" in body and len(contents) > 1:
+                    faults.append(None)  # whose it is cannot be said
+                elif "seed" in body:
+                    faults.append(self._repeat_fault(content, prompt, body["seed"] + index % n, choice))
+                else:
+                    faults.append(self._fault(content, prompt, body, choice, has_left))
+            if None not in faults:
+                raise WrongAnswerError(f"{contents}: {faults}: {about}")
         num_tokens = sum(len(choice.token_ids) for choice in answer.choices.values())
         if answer.usage is not None and answer.usage["completion_tokens"] != num_tokens:
             raise WrongAnswerError(f"usage: {about}")
 
-    def _check_repeats(
-        self, content: str, prompt: Prompt, body: dict[str, Any], index: int, choice: Choice, about: str
-    ) -> None:
+    def _fault(self, content: str, prompt: Prompt, body: dict[str, Any], choice: Choice, has_left: bool) -> str | None:
+        """What is not as PEFT has it."""
+        continuation = self._reference.continuation(content, prompt)
+        certain = continuation.num_certain
+        if choice.token_ids[:certain] != continuation.token_ids[: len(choice.token_ids)][:certain]:
+            return f"not {continuation.token_ids}"
+        for mine, right in zip(choice.logprobs[:certain], continuation.logprobs, strict=False):
+            if abs(mine - right) > LOGPROB_TOLERANCE:
+                return f"not {continuation.logprobs}"
+        expected = self._reference.expected(content, prompt, body)
+        if has_left or expected is None:
+            return None
+        self.num_checked += 1
+        found = Expected(choice.token_ids, choice.text.rstrip("\ufffd"), choice.finish_reason, choice.stop_reason)
+        return None if found == expected else f"not {expected}"
+
+    def _repeat_fault(self, content: str, prompt: Prompt, seed: int, choice: Choice) -> str | None:
         """What was sampled with a seed is what was sampled with it before; `n` completions have as many seeds."""
-        place = self._reference.prompts.index(prompt)
-        key = (content, place, body["seed"] + index)
+        key = (content, self._reference.prompts.index(prompt), seed)
         known = self._seeded.get(key, choice.token_ids)
         shared = min(len(known), len(choice.token_ids))
         if known[:shared] != choice.token_ids[:shared]:
-            raise WrongAnswerError(f"sampled {known} before: {about}")
+            return f"sampled {known} before"
         self._seeded[key] = max(known, choice.token_ids, key=len)
+        return None
 
     # Changes of adapters.
 
@@ -352,7 +369,7 @@ class Traffic:
 
     async def _look(self) -> None:
         """The list has each name that must be there, at a version that it may have."""
-        begins = {name: self._begin(name) for name in self.names}
+        begins = {name: 0 if self._is_outage(STALE_S) else self._begin(name) for name in self.names}
         status, listed = await self._call("GET", "operator", "adapters")
         self._judge("list", status, {200}, str(listed))
         if status == 200:
@@ -411,10 +428,12 @@ class Traffic:
 
     def _failed(self, kind: str, answer: Answer, about: str) -> None:
         """Which is allowed while a rank is lost, and never harms more than the request."""
-        is_outage = self.is_broken or time.monotonic() < self.whole_at + OUTAGE_S
-        if not is_outage or answer.status not in (0, 200, 503, 504, 599):
+        if not self._is_outage(OUTAGE_S) or answer.status not in (0, 200, 503, 504, 599):
             raise WrongAnswerError(f"a failure without a cause: {about}")
         self.tally[kind]["broke off" if answer.has_begun else "failed before its first token"] += 1
+
+    def _is_outage(self, after_s: float) -> bool:
+        return self.is_broken or time.monotonic() < self.whole_at + after_s
 
     def _begin(self, name: str) -> int:
         return 0 if name == BASE else self.names[name].first
