@@ -11,7 +11,7 @@ K8S_ENV  := build/k8s-env
 # torch would import torch_npu by itself where that is installed, and fail without CANN.
 test-npu test-npu-compile npu-report: export TORCH_DEVICE_BACKEND_AUTOLOAD := 0
 
-.PHONY: help install serve test test-slow test-npu test-npu-compile test-cuda-compile test-k8s npu-report bench lint format lock clean
+.PHONY: help install serve test test-slow soak test-npu test-npu-compile test-cuda-compile test-k8s npu-report bench lint format lock clean
 
 help:
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -27,6 +27,9 @@ test: install lint ## lint, type-check, run the tests (under 15 minutes)
 
 test-slow: install ## soak and fault tests
 	$(BIN)/python -m pytest -m slow
+
+soak: install ## half an hour of mixed traffic, with a rank lost every five minutes
+	$(BIN)/python -m pytest -m slow tests/soak --soak-minutes 30
 
 test-npu: install $(NPU_ENV)/.installed ## the Ascend backend on CPU tensors: schemas, shapes, plans and tokens (2 minutes)
 	TRITON_INTERPRET=1 $(NPU_ENV)/bin/python -m pytest tests/npu

@@ -18,12 +18,18 @@ START_TIMEOUT_S = 180
 
 
 @contextmanager
-def serving(directory: Path, **args: Any) -> Iterator[str]:
+def serving(directory: Path, num_replicas: int = 1, **args: Any) -> Iterator[str]:
     """Serve with these `args`, writing the config and the log to `directory`; gives the URL once it is ready."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     args = {"allow_runtime_lora_updating": True} | args
-    application = {"name": "llama", "route_prefix": "/", "import_path": "ray_lora.serve.app:build_app", "args": args}
+    application = {
+        "name": "llama",
+        "route_prefix": "/",
+        "import_path": "ray_lora.serve.app:build_app",
+        "args": args,
+        "deployments": [{"name": "LLMReplica", "num_replicas": num_replicas}],
+    }
     config: dict[str, Any] = yaml.safe_load(Path(__file__).parents[1].joinpath("deployments/llama.yaml").read_text())
     config["http_options"] = {"host": "127.0.0.1", "port": port}
     config["applications"] = [application]

@@ -154,31 +154,44 @@ class AdapterLoader:
         makes_room: bool = True,
     ) -> tuple[AdapterInfo, bool]:
         """With `makes_room`, others may leave host memory for it."""
-        path, version = candidate.path, candidate.version
-        manifest = await self._inspect(candidate) if url_scheme(path) is not None else None
+        fetched = await self._fetch(candidate)
         async with self.host.lock:
-            if manifest is None:
-                manifest = await asyncio.to_thread(self._executor.inspect_adapter, path, version)
-            _of_version(manifest, candidate)
-            checked = partial(self._adapters.check_register, name, manifest, load_inplace, expected_version)
-            if not await self._call(checked):
-                return self._adapters.info(name), False
-            register, staged = self._adapters.register, None
-            if makes_room or self.host.has_room(manifest):
-                staged = await self.host.stage(manifest)
-            else:
-                await self.host.keep(manifest)
-                register = self._adapters.register_cold
-            await self.host.commit(name, partial(register, name, manifest), _read_times(manifest), staged)
-            return self._adapters.info(name), True
+            return await self._load_fetched(name, candidate, fetched, load_inplace, expected_version, makes_room)
+
+    async def _load_fetched(
+        self,
+        name: str,
+        candidate: Candidate,
+        fetched: AdapterManifest | None,
+        load_inplace: bool,
+        expected_version: str | None = None,
+        makes_room: bool = True,
+    ) -> tuple[AdapterInfo, bool]:
+        """Hold the lock."""
+        if fetched is None:
+            fetched = await asyncio.to_thread(self._executor.inspect_adapter, candidate.path, candidate.version)
+        manifest = _of_version(fetched, candidate)
+        checked = partial(self._adapters.check_register, name, manifest, load_inplace, expected_version)
+        if not await self._call(checked):
+            return self._adapters.info(name), False
+        register, staged = self._adapters.register, None
+        if makes_room or self.host.has_room(manifest):
+            staged = await self.host.stage(manifest)
+        else:
+            await self.host.keep(manifest)
+            register = self._adapters.register_cold
+        await self.host.commit(name, partial(register, name, manifest), _read_times(manifest), staged)
+        return self._adapters.info(name), True
 
     async def _resolve(self, name: str) -> None:
         for resolver in self._resolvers:
-            candidate = await asyncio.to_thread(resolver.find, name)
-            if candidate is not None:
+            while (candidate := await asyncio.to_thread(resolver.find, name)) is not None:
                 with self._metrics.counting_failed_loads():
-                    await self._load(name, candidate, load_inplace=False)
-                return
+                    fetched = await self._fetch(candidate)
+                    async with self.host.lock:  # an unload has to come before this, or after
+                        if await asyncio.to_thread(resolver.find, name) == candidate:
+                            await self._load_fetched(name, candidate, fetched, load_inplace=False)
+                            return
 
     async def _prepare(self, name: str, candidate: Candidate, stages: bool) -> None:
         prepared = self._prepared.get(candidate.version or "")
@@ -221,6 +234,10 @@ class AdapterLoader:
     async def _unpin(self, name: str) -> AdapterInfo:
         await self._call(lambda: self._adapters.unpin(name))
         return self._adapters.info(name)
+
+    async def _fetch(self, candidate: Candidate) -> AdapterManifest | None:
+        """Of a URL, inspected before the lock is taken."""
+        return None if url_scheme(candidate.path) is None else await self._inspect(candidate)
 
     async def _inspect(self, candidate: Candidate) -> AdapterManifest:
         """Before the lock is taken: other loads do not wait for a download. Who wants the same URL shares it."""

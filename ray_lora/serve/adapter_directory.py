@@ -28,7 +28,7 @@ from ray_lora.names import check_adapter_name, url_scheme
 from ray_lora.serve.adapter_entry import AdapterEntry, AdapterSettings, Revision, Snapshot, in_order_of_need
 from ray_lora.serve.adapter_listing import merged
 from ray_lora.serve.adapter_registry import AdapterRegistry, is_damage
-from ray_lora.serve.replica_calls import answer, every_answer, told
+from ray_lora.serve.replica_calls import answer, call, every_answer, told
 
 logger = logging.getLogger("ray.serve")
 T = TypeVar("T")
@@ -145,7 +145,7 @@ class AdapterDirectory:
         """By one replica, or by whichever can, for a local path may lie on one node alone; and who it was."""
         found: tuple[str, AdapterManifest]
         try:
-            found = await answer(self._replicas.inspect_adapter.remote(path))
+            found = await answer(call(self._replicas.inspect_adapter, path))
             return found
         except NotFoundError:
             if url_scheme(path) is None:
@@ -162,7 +162,7 @@ class AdapterDirectory:
             await self._change(name, None, lambda registry: registry.remove(name))
 
     async def _set(self, name: str, write: Write, **said: Any) -> AdapterInfo:
-        await answer(self._replicas.model_info.remote())  # waits for one, if none is running: it must agree
+        await answer(call(self._replicas.model_info))  # waits for one, if none is running: it must agree
         async with self._lock:
             before = self._entries.get(name)
             if before is None:
@@ -172,18 +172,20 @@ class AdapterDirectory:
 
     async def _change(self, name: str, entry: AdapterEntry | None, write: Write) -> list[AdapterInfo]:
         """Let a name be this on every replica, or on none; None forgets it. Hold the lock."""
-        before, after = self._revision, self._next_revision()
+        before, after, known = self._revision, self._next_revision(), self._entries.get(name)
+        if entry is None:
+            self._entries.pop(name, None)  # who asks while some have forgotten it must not learn it anew
         try:
             infos = await self._on_all("take_entry", name, entry, before, after)
             await asyncio.to_thread(self._write, write)
         except BaseException:
-            known = self._entries.get(name)
+            if known is not None:
+                self._entries[name] = known
             for undone in await every_answer(self._replicas, "take_entry", name, known, after, before):
                 if isinstance(undone, RayLoraError):
                     logger.error("a change of adapter %r was refused and could not be undone: %s", name, undone)
             raise
         self._revision = after
-        self._entries.pop(name, None)
         if entry is not None:
             self._entries[name] = entry
         return infos

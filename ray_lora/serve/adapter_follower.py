@@ -15,7 +15,7 @@ from ray_lora.engine.adapter_resolver import Candidate
 from ray_lora.engine.shared_calls import SharedCalls
 from ray_lora.errors import ConfigError, EngineDeadError, NotFoundError, RayLoraError
 from ray_lora.serve.adapter_entry import AdapterEntry, Revision, Snapshot
-from ray_lora.serve.replica_calls import RETRY_S, answer, every_answer
+from ray_lora.serve.replica_calls import RETRY_S, answer, call, every_answer
 
 logger = logging.getLogger("ray.serve")
 
@@ -66,9 +66,12 @@ class AdapterFollower:
         self._revision: Revision | None = None
         self._lock = asyncio.Lock()
         self._num_orders = 0
+        self._syncing = asyncio.Lock()
+        self._ordered: set[str] = set()
+        """Names that orders were about since the news were last asked for."""
         self._told_used: dict[str, float] = {}
-        self._has_served = False
-        self._asking: SharedCalls[AdapterEntry | None] = SharedCalls()
+        self._catching_up: asyncio.Task[None] | None = None
+        self._asking: SharedCalls[None] = SharedCalls()
         self._tasks: list[asyncio.Task[None]] = []
 
     async def begin(self, engine: AdapterEngine) -> None:
@@ -114,17 +117,13 @@ class AdapterFollower:
 
     async def ask_about(self, name: str) -> None:
         """Before a request: the directory may know a name that is new here; `find` does then."""
-        if not self._has_served:
-            self._has_served = True
-            with suppress(RayLoraError, TimeoutError):  # what happened between `begin` and being reached by others
-                async with asyncio.timeout(SYNC_PERIOD_S):
-                    await self._sync()
+        if self._catching_up is None:
+            self._catching_up = asyncio.create_task(self._catch_up())
+        await asyncio.shield(self._catching_up)
         if name not in self._entries:
             with suppress(TimeoutError):
                 async with asyncio.timeout(ASK_TIMEOUT_S):
-                    entry = await self._asking.run(name, lambda: self._resolve(name))
-                if entry is not None:
-                    self._entries.setdefault(name, entry)
+                    await self._asking.run(name, lambda: self._learn(name))
 
     async def prepare(self, entry: AdapterEntry, path: str, reader: str) -> None:
         """Do all that can fail before an entry is taken. Who has read the adapter stages it; others have its files.
@@ -147,6 +146,7 @@ class AdapterFollower:
         """
         async with self._lock:
             self._num_orders += 1
+            self._ordered.add(name)
             info = await self._become(name, entry)
             if self._revision == before:
                 self._revision = after
@@ -185,7 +185,7 @@ class AdapterFollower:
             return
         try:
             for holder in await self._holders(version) if reader is None else [reader]:
-                files = await answer(self._peers.adapter_files.remote(holder, version))
+                files = await answer(call(self._peers.adapter_files, holder, version))
                 if files is not None:
                     return await self._engine.add_adapter_files(files, entry.source)
         except RayLoraError as error:
@@ -232,18 +232,29 @@ class AdapterFollower:
             with suppress(RayLoraError):  # the directory is away, and will be back
                 await self._sync()
 
+    async def _catch_up(self) -> None:
+        """Before the first request: what happened between `begin` and being reached by others."""
+        with suppress(RayLoraError, TimeoutError):
+            async with asyncio.timeout(SYNC_PERIOD_S):
+                await self._sync()
+
     async def _sync(self) -> None:
-        """Take over what the directory has said to others while this replica could not hear it."""
-        num_orders = self._num_orders
-        snapshot = await self._ask_news()
-        async with self._lock:
-            if snapshot is None or num_orders != self._num_orders:  # an order is newer than the news
+        """Take over what the directory has said to others while this replica could not hear it.
+
+        An order that comes meanwhile may be newer than the news, so they do not count for its name.
+        """
+        async with self._syncing:
+            self._ordered.clear()
+            snapshot = await self._ask_news()
+            if snapshot is None:
                 return
-            for name in self._entries.keys() - {entry.name for entry in snapshot.entries}:
-                await self._become(name, None)
-            for entry in _changed(self._entries, snapshot.entries):
-                await self._try_to_become(entry)
-            self._revision = snapshot.revision
+            async with self._lock:
+                for name in self._entries.keys() - {entry.name for entry in snapshot.entries} - self._ordered:
+                    await self._become(name, None)
+                for entry in _changed(self._entries, snapshot.entries):
+                    if entry.name not in self._ordered:
+                        await self._try_to_become(entry)
+                self._revision = snapshot.revision
 
     async def _ask_news(self) -> Snapshot | None:
         used = {}
@@ -254,14 +265,20 @@ class AdapterFollower:
         self._told_used |= used
         return snapshot
 
-    async def _resolve(self, name: str) -> AdapterEntry | None:
-        while True:
+    async def _learn(self, name: str) -> None:
+        """Ask the directory what a name is, and again if an order has come meanwhile, for that is newer."""
+        while name not in self._entries:
+            num_orders = self._num_orders
             try:
-                entry: AdapterEntry | None = await answer(self._directory.resolve.remote(name))
-                return entry
+                entry: AdapterEntry | None = await answer(call(self._directory.resolve, name))
             except EngineDeadError as error:  # of the directory, which died while it was asked
                 logger.warning("the directory is asked for %r again: %s", name, error)
                 await asyncio.sleep(RETRY_S)
+                continue
+            if num_orders == self._num_orders:
+                if entry is not None:
+                    self._entries[name] = entry
+                return
 
 
 def _changed(mine: dict[str, AdapterEntry], theirs: Iterable[AdapterEntry]) -> Iterator[AdapterEntry]:

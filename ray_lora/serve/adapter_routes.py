@@ -17,7 +17,8 @@ from ray_lora.serve.served_model import ServedModel
 
 INVALID = "InvalidUserInput"
 VERSION_HEADER = "x-adapter-version"
-"""Tells which version served a request, or was loaded."""
+"""Tells which version served a request, or was loaded. Prompts of one body may be served by several: all of them are
+told, and by a stream that of the first to answer."""
 
 
 def add_adapter_routes(app: APIRouter, served: ServedModel) -> None:

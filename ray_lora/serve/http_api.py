@@ -1,7 +1,7 @@
 """The routes of the HTTP API: OpenAI's, with vLLM's additions."""
 
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from starlette.responses import JSONResponse, Response
 
 from ray_lora.errors import EngineDeadError, RayLoraError
-from ray_lora.request import GenerateRequest
+from ray_lora.request import GenerateChunk, GenerateRequest, RequestOutput
 from ray_lora.serve.access import AdapterChanges, Authentication, tenant_of
 from ray_lora.serve.adapter_routes import VERSION_HEADER, add_adapter_routes
 from ray_lora.serve.http_errors import body_of, error_body, install_error_handlers, model_not_found
@@ -62,7 +62,7 @@ def _add_generation_routes(app: FastAPI, served: ServedModel) -> None:
         except RayLoraError as error:
             raise translate(error) from error
         answer = chat_answer(head, body, output, served.tokenizer)
-        return JSONResponse(answer, headers=_version_header(output.adapter_version))
+        return JSONResponse(answer, headers=_version_header([output]))
 
     @app.post("/v1/completions", openapi_extra=body_schema(CompletionRequest))
     async def completions(request: Request) -> Response:
@@ -81,7 +81,7 @@ def _add_generation_routes(app: FastAPI, served: ServedModel) -> None:
         except RayLoraError as error:
             raise translate(error) from error
         answer = completion_answer(head, body, outputs, echoes, served.tokenizer)
-        return JSONResponse(answer, headers=_version_header(outputs[0].adapter_version))
+        return JSONResponse(answer, headers=_version_header(outputs))
 
     @app.post("/tokenize", openapi_extra=body_schema(TokenizeRequest))
     async def tokenize(request: Request) -> Response:
@@ -149,7 +149,7 @@ async def _stream(writer: EventWriter, chunks: AsyncGenerator[Numbered, None], t
                 return
             yield writer.closing()
 
-    return EventStream(events(), _version_header(first[1].adapter_version))
+    return EventStream(events(), _version_header([first[1]]))
 
 
 def body_schema(model: type[BaseModel]) -> dict[str, Any]:
@@ -190,5 +190,7 @@ def _translator(body: ChatCompletionRequest | CompletionRequest, prompt_field: s
     return lambda error: in_callers_words(error, body.model, spelling)
 
 
-def _version_header(version: str | None) -> dict[str, str]:
-    return {} if version is None else {VERSION_HEADER: version}
+def _version_header(told: Sequence[RequestOutput | GenerateChunk]) -> dict[str, str]:
+    """Prompts of one body are requests of their own: a load may come between them."""
+    versions = dict.fromkeys(each.adapter_version for each in told if each.adapter_version is not None)
+    return {VERSION_HEADER: ", ".join(versions)} if versions else {}

@@ -19,7 +19,7 @@ from ray_lora.request import GenerateChunk, GenerateRequest
 from ray_lora.serve.adapter_listing import merged
 from ray_lora.serve.outbox import Item, decode
 from ray_lora.serve.replica import Accepted
-from ray_lora.serve.replica_calls import answer, as_ours, every_answer
+from ray_lora.serve.replica_calls import answer, as_ours, call, every_answer
 from ray_lora.stats import EngineStats
 from ray_lora.step import ModelInfo
 
@@ -59,8 +59,8 @@ class ReplicaClient:
         key = next(self._keys)
         queue: asyncio.Queue[Item | Accepted] = asyncio.Queue()
         self._queues[key] = queue
-        call: Any = self._submit.remote(request, self._id, key, self._dead_replicas())
-        watching = self._start(self._watch(call, key))
+        submitted = call(self._submit, request, self._id, key, self._dead_replicas())
+        watching = self._start(self._watch(submitted, key))
         is_over = False
         deadlines = Deadlines(self._config, request.waited_s)
         try:
@@ -81,7 +81,7 @@ class ReplicaClient:
             del self._queues[key]
             self._replica_of.pop(key, None)
             if not is_over:
-                call.cancel()
+                submitted.cancel()
                 watching.cancel()
 
     async def load_adapter(
@@ -104,7 +104,7 @@ class ReplicaClient:
         return info
 
     async def validate_adapter(self, path: str, name: str | None) -> AdapterValidation:
-        found: AdapterValidation = await answer(self._replicas.validate_adapter.remote(path, name))
+        found: AdapterValidation = await answer(call(self._replicas.validate_adapter, path, name))
         return found
 
     async def list_adapters(self) -> list[AdapterInfo]:
@@ -151,11 +151,11 @@ class ReplicaClient:
         except TimeoutError:
             raise OverloadedError(f"No replica has become available in {limit_s:g} s.", RETRY_AFTER_S) from None
 
-    async def _watch(self, call: DeploymentResponseGenerator[Accepted | bytes], key: int) -> None:
+    async def _watch(self, submitted: DeploymentResponseGenerator[Accepted | bytes], key: int) -> None:
         """Follow a request's own call: where it runs, and whether it breaks."""
         replica_id = ""
         try:
-            async for accepted in call:
+            async for accepted in submitted:
                 if isinstance(accepted, bytes):
                     self._tell_all(replica_id, accepted)
                     continue
@@ -171,8 +171,7 @@ class ReplicaClient:
 
     async def _follow_outbox(self, replica_id: str) -> None:
         try:
-            batches: Any = self._outbox.remote(replica_id, self._id)
-            async for batch in batches:
+            async for batch in call(self._outbox, replica_id, self._id):
                 self._tell_all(replica_id, batch)
         except Exception as error:
             logger.warning("the stream of replica %s broke: %s", replica_id, error)
@@ -200,7 +199,7 @@ class ReplicaClient:
     async def _ask_one(self, method: str) -> Any:
         """Call any replica; a call that it answers at once."""
         async with self._until_replica():
-            return await answer(getattr(self._replicas, method).remote())
+            return await answer(call(getattr(self._replicas, method)))
 
     async def _ask_all(self, method: str) -> list[Any]:
         """Call every replica, but wait for none that hangs."""

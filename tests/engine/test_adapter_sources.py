@@ -1,6 +1,7 @@
 """Remote adapters and adapters found by name: one load for all who want it, and nobody else waits."""
 
 import asyncio
+import shutil
 import threading
 from pathlib import Path
 
@@ -196,3 +197,20 @@ async def test_a_load_by_hand_that_wins_the_race_is_what_the_request_gets(root: 
         held.release.set()
         await by_hand
         assert (await task).adapter_version == "by-hand"
+
+
+@in_event_loop
+async def test_a_name_that_is_forgotten_while_its_first_request_waits_for_other_loads_is_not_loaded(root: Path) -> None:
+    async with serving(lora_resolver_dir=str(root)) as server:
+        publish(server, str(root / "legal"), "v")
+        held = Held(server, publish(server, "/adapters/other", "w"))
+        other = asyncio.create_task(server.engine.load_adapter("other", "/adapters/other"))
+        await until(lambda: held.num_waiting == 1)
+        task = server.start([1, 2, 3], "legal")
+        await settle()
+        shutil.rmtree(root / "legal")
+        held.release.set()
+        await other
+        with pytest.raises(NotFoundError):
+            await task
+        assert server.versions == {"other": "w"}

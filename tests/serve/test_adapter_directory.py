@@ -3,6 +3,7 @@
 import asyncio
 import json
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,66 @@ async def test_a_name_moves_on_all_replicas_and_is_forgotten_by_all(config: Engi
         assert group.held() == [{}, {}]
         with pytest.raises(NotFoundError):
             await group.client.unload_adapter("a")
+
+
+@pytest.mark.parametrize("asks", ["before", "meanwhile"])
+@in_event_loop
+async def test_who_asks_about_a_name_while_it_is_forgotten_does_not_learn_it_anew(
+    config: EngineConfig, adapter: MakeAdapter, asks: str, tmp_path: Path
+) -> None:
+    kept = config.model_copy(update={"lora_registry_path": str(tmp_path / "registry")})
+    async with running(kept) as group:
+        await group.client.load_adapter("a", adapter(8))
+        follower = group.replicas[0]._follower
+        await follower.ask_about("a")  # the first request has a reason of its own to ask
+        if asks == "before":
+            del follower._entries["a"]  # as if it had missed the load
+            answers: asyncio.Queue[Any] = asyncio.Queue()
+            resolve = group.directory.resolve
+
+            async def slow(name: str) -> Any:
+                await answers.put(entry := await resolve(name))
+                await asyncio.sleep(0.1)
+                return entry
+
+            group.directory.resolve = slow
+            asking = asyncio.create_task(follower.ask_about("a"))
+            assert await answers.get() is not None
+            await group.client.unload_adapter("a")
+        else:
+            forgotten = asyncio.Event()
+            group.directory._registry.remove = lambda name: (loop.call_soon_threadsafe(forgotten.set), time.sleep(0.1))
+            loop = asyncio.get_running_loop()
+            unloading = asyncio.create_task(group.client.unload_adapter("a"))
+            await forgotten.wait()
+            asking = asyncio.create_task(follower.ask_about("a"))
+            await unloading
+        await asking
+        assert follower.find("a") is None
+        assert group.held() == [{}, {}]
+
+
+@in_event_loop
+async def test_a_replica_that_missed_a_change_catches_up_however_many_more_come(
+    config: EngineConfig, adapter: MakeAdapter
+) -> None:
+    async with running(config) as group:
+        for name, rank in (("a", 8), ("b", 9)):
+            await group.client.load_adapter(name, adapter(rank))
+        late = group.replicas.pop()
+        await group.client.unload_adapter("a")
+        group.replicas.append(late)
+        news = group.directory.news
+
+        async def overtaken(*args: Any) -> Any:
+            snapshot = await news(*args)
+            await group.client.load_adapter("b", adapter(10), load_inplace=True)
+            await group.client.load_adapter("c", adapter(11), load_inplace=True)
+            return snapshot
+
+        group.directory.news = overtaken
+        await late._follower._sync()
+        assert group.held() == [{"b": ("v10", False), "c": ("v11", False)}] * 2
 
 
 @pytest.mark.parametrize("fails", ["prepare_adapter", "point_adapter"])

@@ -5,6 +5,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +203,27 @@ def test_a_client_that_goes_away_is_cancelled_in_the_engine(http: httpx.Client, 
                 leaving.post("/v1/completions", json=body)
     wait_for(lambda: metric(http, "vllm:num_requests_running") == 0, 1)
     assert metric(http, "vllm:prefix_cache_hits_total") == before + 1
+
+
+def test_every_prompt_of_one_request_finds_a_replica(http: httpx.Client) -> None:
+    for _ in range(3):
+        body = {"prompt": [[1000 * i] for i in range(1, 41)], "max_tokens": 2, "return_token_ids": True}
+        choices = http.post("/v1/completions", json=body).json()["choices"]
+        assert [choice["token_ids"] for choice in choices] == [[1000 * i + 1, 1000 * i + 2] for i in range(1, 41)]
+
+
+def test_a_client_that_goes_away_takes_nobody_elses_stream_along(http: httpx.Client) -> None:
+    """The first one after a pause opens the stream between ingress and replica, which is for all."""
+    time.sleep(1.5)
+    body = {"prompt": [2000], "max_tokens": 60, "stream": True, "return_token_ids": True}
+    with ExitStack() as staying, httpx.Client(base_url=URL, timeout=20) as leaving:
+        with leaving.stream("POST", "/v1/completions", json=body) as first:
+            next(first.iter_lines())
+            second = staying.enter_context(http.stream("POST", "/v1/completions", json=body))
+        told = events(second.read().decode())
+    assert [token for event in told[:-1] for token in event["choices"][0].get("token_ids", ())] == list(
+        range(2001, 2061)
+    )
 
 
 def test_a_cancelled_handle_call_is_cancelled_in_the_engine(handle: DeploymentHandle, http: httpx.Client) -> None:
