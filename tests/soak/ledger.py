@@ -55,7 +55,8 @@ class Ledger:
         self.tally: dict[str, Counter[str]] = defaultdict(Counter)
         """By kind of request, how often it ended how."""
         self.wrong: list[str] = []
-        self.is_broken, self.whole_at = False, -OUTAGE_S
+        self.is_broken, self.whole_at = True, 0.0
+        """Whether not all replicas are there and well, as at the start; when that last became untrue."""
 
     async def watch(self, action: Callable[[], Awaitable[None]]) -> None:
         """Note what is wrong, and go on."""

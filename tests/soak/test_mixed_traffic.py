@@ -109,6 +109,7 @@ def test_mixed_traffic_is_answered_right_and_leaves_nothing_behind(
 async def soak(served: Served, seconds: float, kill_period_s: float, capsys: Any) -> None:
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=300)) as session:
         api, ledger, watch = ServedApi(served.url, served.keys, session), Ledger(NAMES), ProcessWatch()
+        await recovered(api, ledger)
         versions = await api.learn_versions(served.reference)
         for name in CONFIGURED:
             ledger.names[name].versions = [versions["plain"]]
@@ -149,7 +150,7 @@ async def kill_ranks(api: ServedApi, ledger: Ledger, watch: ProcessWatch, period
 
 
 async def recovered(api: ServedApi, ledger: Ledger) -> None:
-    """All replicas are there, and well."""
+    """All replicas are there, and well; one that is new may have missed the last changes."""
     async with asyncio.timeout(RECOVERY_S):
         while len((await api.metrics()).get("ray_lora:lora_pages", ())) < NUM_REPLICAS or not await api.is_ready():
             await asyncio.sleep(0.5)
