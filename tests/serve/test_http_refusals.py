@@ -173,11 +173,11 @@ def test_a_wrong_path_or_method_has_the_same_format(http: httpx.Client, method: 
     assert path in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize(("seed", "status"), [(-1, 500), (-2, 503), (-3, 429)])
-def test_an_engines_error_has_its_status(http: httpx.Client, seed: int, status: int) -> None:
+@pytest.mark.parametrize(("seed", "status", "retry_after"), [(-1, 500, None), (-2, 503, "1"), (-3, 429, "3")])
+def test_an_engines_error_has_its_status(http: httpx.Client, seed: int, status: int, retry_after: str | None) -> None:
     answer = http.post("/v1/completions", json={**TEXT, "seed": seed})
     assert answer.status_code == answer.json()["error"]["code"] == status
-    assert answer.headers.get("retry-after") == ("3" if status == 429 else None)
+    assert answer.headers.get("retry-after") == retry_after
 
 
 def test_an_error_in_the_middle_of_a_stream_is_an_event(http: httpx.Client, openai_client: OpenAI) -> None:
