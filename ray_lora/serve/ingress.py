@@ -54,6 +54,7 @@ class Ingress:
             NumericsError, EngineDeadError: it failed on the way.
         """
         wants_stream = is_streaming_call()
+        self._served.check(ANYONE, request.adapter, request.sampling_params.n)
         text = request.prompt if isinstance(request.prompt, str) else None
         if text is not None:
             request = replace(request, prompt=self._served.tokenizer.encode(text))

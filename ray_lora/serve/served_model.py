@@ -71,16 +71,24 @@ class ServedModel:
             raise model_not_found(model)
         return adapter
 
+    def check(self, tenant: Tenant, adapter: str | None, count: int) -> None:
+        """Refuse `count` completions that the tenant may not have now, before anything is spent on their text.
+
+        Raises:
+            CapacityError: a limit of the tenant, the adapter or the server, or they would come too late.
+        """
+        self._admission.check(tenant, adapter, count)
+
     async def generate(
         self, tenant: Tenant, request: GenerateRequest, is_streamed: bool
     ) -> AsyncGenerator[GenerateChunk, None]:
-        """A request's chunks, within the limits of the tenant and of the adapter.
+        """The chunks of a request that was checked, within the limits of the tenant and of the adapter.
 
         Args:
             is_streamed: whether the caller sees each as it comes; see `retried` for what that means.
         """
         arrived_at = time.monotonic()
-        with self._admission.enter(tenant, request) as ticket, self._observer.watch(request) as record:
+        with self._observer.watch(request) as record, self._admission.enter(tenant, request) as ticket:
 
             async def run() -> AsyncGenerator[GenerateChunk, None]:
                 sent = replace(request, waited_s=time.monotonic() - arrived_at)
@@ -187,7 +195,7 @@ class ServedModel:
         """What all prompts of a body have in common, if they may run now; before anything is spent on their text."""
         params = body.sampling_params()
         adapter = self.adapter_of(body.model, tenant)
-        self._admission.check(tenant, adapter, num_prompts * params.n)
+        self.check(tenant, adapter, num_prompts * params.n)
         return GenerateRequest(
             prompt=(),
             sampling_params=params,
