@@ -59,7 +59,7 @@ class Ingress:
         if text is not None:
             request = replace(request, prompt=self._served.tokenizer.encode(text))
         if not request.request_id:
-            request = replace(request, request_id=make_request_id("gen", None))
+            request = replace(request, request_id=make_request_id("gen"))
         chunks = self._served.generate(ANYONE, request, wants_stream)
         if wants_stream:
             return paced(chunks)

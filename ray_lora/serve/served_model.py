@@ -24,6 +24,9 @@ from ray_lora.serve.tokenizer import Tokenizer
 from ray_lora.step import ModelInfo
 from ray_lora.tenant import Tenant
 
+MAX_REQUEST_ID = 200
+"""Characters of an id that a caller brings."""
+
 
 class ServedModel:
     """Turns bodies into engine requests. Text becomes token ids here, which spares the process that runs the model.
@@ -221,8 +224,17 @@ class ServedModel:
         return prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt, skip_special_tokens=False)
 
 
-def make_request_id(prefix: str, given: str | None) -> str:
-    """An id for logs and answers: the caller's, or a new one."""
+def make_request_id(prefix: str, given: str | None = None, field: str = "request_id") -> str:
+    """An id for logs and answers: the caller's, or a new one.
+
+    Args:
+        field: where the caller gave it.
+
+    Raises:
+        InvalidRequestError: it is too long, or would not be one word of a log.
+    """
+    if given and not (len(given) <= MAX_REQUEST_ID and given.isprintable()):
+        raise InvalidRequestError(f"{field} must be at most {MAX_REQUEST_ID} printable characters", field)
     return f"{prefix}-{given or uuid.uuid4().hex}"
 
 
