@@ -1,8 +1,8 @@
 """How many requests may be under way, so that those who are let in are answered in time.
 
 Nobody knows how fast the replicas are, how many they will be, and how long the answers; so it is learned from the
-requests. One that was the 40th in line and took half of the time that it may says that it could have been the 80th. What
-is late lowers the limit, and what is early raises it while others are refused.
+requests. One that was the 40th in line and took half of the time that it may says that it could have been the 80th.
+What is late lowers the limit, and what is early raises it while others are refused.
 """
 
 from collections import Counter

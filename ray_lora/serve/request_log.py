@@ -68,4 +68,6 @@ def _value(value: Any) -> str:
     text = f"{value:.4f}" if isinstance(value, float) else str(value)
     if _BARE.fullmatch(text):
         return text
-    return "".join(each if each.isprintable() else json.dumps(each)[1:-1] for each in json.dumps(text, ensure_ascii=False))
+    return "".join(
+        each if each.isprintable() else json.dumps(each)[1:-1] for each in json.dumps(text, ensure_ascii=False)
+    )
