@@ -1,9 +1,9 @@
 """What is left of the throughput when twice, and five times, as much is asked as can be served?
 
 The demo model behind HTTP, requests for the base and three adapters mixed. First and last its capacity, of streams that
-begin as others end. Between, requests that come by themselves (Poisson), for a minute each: one counts if it is answered
-in full and within its deadline, and of it the tokens that came in that minute. What is refused should cost next to
-nothing, nothing should hang, and nothing should be left behind.
+begin as others end. Between, requests that come by themselves (Poisson), for a minute each: one counts if it is
+answered in full and within its deadline, and of it the tokens that came in that minute. What is refused should cost
+next to nothing, nothing should hang, and nothing should be left behind.
 
 The clients are one process with a niceness of 5, on the same cores as the server. So are Serve's proxy and the ingress,
 whose work for a refusal is the engine's loss on a machine of two cores: nearly all of it is Serve's own.

@@ -12,7 +12,7 @@ from ray_lora.config import EngineConfig
 from ray_lora.errors import OverloadedError
 from ray_lora.request import RequestMetrics
 
-TARGET = 0.75
+TARGET = 0.7
 """Of a deadline; what is left is for requests that take longer than others."""
 DOWN, UP = 0.2, 0.05
 """How far one request moves the limit towards what it says. Most are to be early, not half of them."""

@@ -26,21 +26,23 @@ class RefusalLog:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or path_of(scope) in OPEN_PATHS:
             return await self._app(scope, receive, send)
-        state, status = scope.setdefault("state", {}), 0
+        state = scope.setdefault("state", {})
+
+        def tell(status: int) -> None:
+            if status >= 400 and "is_handed_over" not in state:
+                log_pairs(_pairs(scope, status))
 
         async def watch(message: Message) -> None:
-            nonlocal status
-            status = message.get("status", status)
+            if message["type"] == "http.response.start":
+                tell(message["status"])
             await send(message)
 
         try:
             await self._app(scope, receive, watch)
-        except Exception as error:
-            state["error"], status = error, 500
+        except Exception as error:  # which becomes an answer outside of here
+            state["error"] = error
+            tell(500)
             raise
-        finally:
-            if status >= 400 and "is_handed_over" not in state:
-                log_pairs(_pairs(scope, status))
 
 
 def note_body(request: Request, request_id: str, model: str) -> None:
