@@ -55,7 +55,8 @@ class SamplingBody(RequestBody):
     cache_salt: str | None = Field(default=None, min_length=1, max_length=1024)
     """vLLM's: share cached prefixes only with requests of the same salt."""
     priority: int | None = None
-    """vLLM's: of one adapter's requests that wait, those with the lowest number run first; 0 if absent."""
+    """vLLM's: of one adapter's requests that wait, those with the lowest number run first, but for every fourth; 0 if
+    absent."""
 
     @property
     def include_usage(self) -> bool:

@@ -19,7 +19,6 @@ from typing import Any
 from ray import serve
 from ray.serve.config import AutoscalingContext
 from ray.serve.handle import DeploymentHandle
-from ray.serve.schema import DeploymentStatus
 
 TARGET_LOAD = 0.7
 """Of a replica's capacity: what is left is for adapters that become hot, and for the time that a new replica needs."""
@@ -39,4 +38,4 @@ def scale_by_load(context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
 def wants_none(replicas: DeploymentHandle[Any]) -> bool:
     """Whether there is no replica because none is needed: the next request will start one. Asks Serve's controller."""
     found = serve.status().applications[replicas.app_name].deployments[replicas.deployment_name]
-    return found.status == DeploymentStatus.HEALTHY and not found.replica_states
+    return found.status == "HEALTHY" and not found.replica_states
