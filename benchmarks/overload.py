@@ -129,6 +129,14 @@ async def overload(session: aiohttp.ClientSession, url: str, rate: float) -> dic
     }
 
 
+async def num_left(session: aiohttp.ClientSession, url: str) -> float:
+    """Requests that the server still has, when all have ended."""
+    names = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+    async with session.get(f"{url}/metrics") as response:
+        lines = (await response.text()).splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(names))
+
+
 @dataclass
 class Usage:
     """Of the server's processes, by name."""
@@ -165,6 +173,7 @@ async def clients(url: str, server: psutil.Process) -> dict[str, Any]:
             figures[str(factor)]["client_cpu"] = (time.process_time() - begin) / OVERLOAD_S
             figures["usage"].append(asdict(Usage.now(server)))
         figures["tokens"] = tokens, (await capacity(session, url))[0]
+        figures["num_left"] = await num_left(session, url)
     return figures
 
 
@@ -173,7 +182,7 @@ def quantile(values: list[float], share: float) -> float:
 
 
 def table(figures: dict[str, Any]) -> None:
-    capacity = sum(figures["tokens"]) / 2
+    mean = sum(figures["tokens"]) / 2
     rows = [
         Row(f"capacity, {when}", value, "tok/s")
         for when, value in zip(("first", "last"), figures["tokens"], strict=True)
@@ -182,7 +191,7 @@ def table(figures: dict[str, Any]) -> None:
         found, name = figures[str(factor)], f"{factor}x"
         statuses = ", ".join(f"{status}: {count}" for status, count in sorted(found["statuses"].items()))
         rows += [
-            Row(f"{name}: goodput / capacity", found["goodput"] / capacity, "x", bar=0.9, note=statuses),
+            Row(f"{name}: goodput / capacity", found["goodput"] / mean, "x", bar=0.9, note=statuses),
             Row(f"{name}: hung", found["num_hung"], "", bar=0, at_least=False, note=f"of {found['num_sent']}"),
             Row(f"{name}: refusals without Retry-After", found["num_without_retry_after"], "", bar=0, at_least=False),
             Row(f"{name}: a refusal, p50", quantile(found["refusal_ms"], 0.5), "ms"),
@@ -191,6 +200,7 @@ def table(figures: dict[str, Any]) -> None:
             Row(f"{name}: first token of the admitted, p99", quantile(found["first_token_ms"], 0.99), "ms"),
             Row(f"{name}: CPU of the clients", found["client_cpu"], "cores"),
         ]
+    rows.append(Row("requests that the server still has at the end", figures["num_left"], "", bar=0, at_least=False))
     begin, middle, end = figures["usage"]
     low, high = (figures[str(factor)] for factor in FACTORS)
     num_more = len(high["refusal_ms"]) - len(low["refusal_ms"])
