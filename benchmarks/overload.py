@@ -205,8 +205,15 @@ def table(figures: dict[str, Any]) -> None:
     low, high = (figures[str(factor)] for factor in FACTORS)
     num_more = len(high["refusal_ms"]) - len(low["refusal_ms"])
     for name in sorted(end["memory"]):
-        growth = (end["memory"][name] - begin["memory"].get(name, 0)) / MB
-        rows.append(Row(f"{name}: growth over both minutes", growth, "MiB", note=f"of {end['memory'][name] / MB:.0f}"))
+        growth = (end["memory"][name] - middle["memory"].get(name, 0)) / MB
+        rows.append(
+            Row(
+                f"{name}: growth over the minute of {FACTORS[1]}x",
+                growth,
+                "MiB",
+                note=f"of {end['memory'][name] / MB:.0f}",
+            )
+        )
     for name in FRONT:
         first, second, third = (usage["cpu_s"][name] for usage in (begin, middle, end))
         more_s = (third - second) - (second - first)
