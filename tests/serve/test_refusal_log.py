@@ -97,14 +97,15 @@ def test_a_refused_request_has_the_id_that_its_caller_gave(http: httpx.Client, l
         assert pairs(lines[-1])["request_id"] == "cmpl-r7"
 
 
-@pytest.mark.parametrize("model", ["smollm2", "nobody"])
+@pytest.mark.parametrize(("model", "status"), [("smollm2", 200), ("nobody", 404)])
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_a_replica_has_had_is_not_told_here(
-    http: httpx.Client, lines: list[str], model: str, stream: bool
+def test_what_a_replica_has_had_is_told_once_too(
+    http: httpx.Client, lines: list[str], model: str, status: int, stream: bool
 ) -> None:
     body = {"prompt": "a", "model": model, "max_tokens": 1, "stream": stream}
-    assert http.post(COMPLETIONS, json=body, headers=OPERATOR).status_code == (200 if model == "smollm2" else 404)
-    assert lines == []
+    assert http.post(COMPLETIONS, json=body, headers=OPERATOR).status_code == status
+    (line,) = lines
+    assert pairs(line)["status"] == str(status)
 
 
 def test_probes_have_no_lines(http: httpx.Client, server: Server, lines: list[str]) -> None:
