@@ -11,6 +11,7 @@ QUESTIONS = (
     "llama_cpp",
     "fairness",
     "http_clients",
+    "overload",
     "tensor_parallel",
     "memory",
     "adapter_loads",

@@ -28,7 +28,8 @@ class Row:
     def verdict(self) -> str:
         if self.bar is None:
             return ""
-        return "ok" if (self.value >= self.bar) == self.at_least else "MISSED"
+        is_met = self.value >= self.bar if self.at_least else self.value <= self.bar
+        return "ok" if is_met else "MISSED"
 
 
 def seconds(function: Callable[[], object], repeats: int = 2) -> float:

@@ -130,7 +130,8 @@ class EngineConfig(BaseModel):
     max_queued_requests: int | None = Field(1024, ge=1)
     """Completions that may be without their first token, all callers together; more are refused at once, with 503."""
     queue_timeout_s: float | None = Field(None, gt=0)
-    """A request that has not begun to run by then is refused, with 503; by default it waits."""
+    """A request that has not begun to run by then is refused, with 503; by default it waits. With this or the next, no
+    more are let in than could lately be answered in time."""
     request_timeout_s: float | None = Field(None, gt=0)
     """A request that has not ended by then, counted from its arrival, is aborted, with 504."""
 

@@ -112,7 +112,8 @@ class GenerateRequest:
     trace_headers: Mapping[str, str] | None = None
     """W3C `traceparent` and `tracestate` of who asked."""
     priority: int = 0
-    """vLLM's: of the requests for one adapter that wait, those with the lowest number run first."""
+    """vLLM's: of the requests for one adapter that wait, those with the lowest number run first, but for every
+    fourth; see `engine/fair_queue.py`."""
     waited_s: float = field(default=0.0, compare=False)
     """How long ago it came in when it was sent to the engine, for its deadlines."""
 

@@ -4,6 +4,10 @@ This is the Virtual Token Counter of "Fairness in Serving Large Language Models"
 counter rises with the tokens that its requests are served, divided by its weight. While two queues both have requests
 waiting, their counters differ by no more than the running requests of one can still be served, whatever comes when. A
 queue that was empty starts from the lowest counter of those that are not: nobody saves up.
+
+Within a queue, requests go by priority. But every fourth goes by turn, to the API key whose last turn is longest ago,
+and of its requests to the one that came first. So with `k` older ones of its own key, and requests of `n` keys in the
+queue, a request is no later than the `4 * n * (k + 1)`th to be admitted, whatever the others ask for.
 """
 
 import heapq
@@ -19,17 +23,20 @@ INPUT_COST = 1
 OUTPUT_COST = 2
 """Of a token that is generated."""
 
+TURN = 4
+"""Of so many requests that a queue has admitted, the last went by turn."""
+
 _place = attrgetter("place")
 
 
 class AdapterQueue:
     """The requests under one name that wait, and what those before them were served."""
 
-    __slots__ = ("begun", "counter", "num_bypassed", "num_running", "waiting")
+    __slots__ = ("_due", "_last_turns", "_num_admitted", "begun", "counter", "num_bypassed", "num_running", "waiting")
 
     def __init__(self) -> None:
         self.waiting: list[SequenceState] = []
-        """By priority, then first come, first served."""
+        """By priority, then first come, first served; those before all whose turn has come."""
         self.begun: SequenceState | None = None
         """The running one whose prompt is computed in chunks; the others wait for it."""
         self.num_running = 0
@@ -37,11 +44,43 @@ class AdapterQueue:
         """Tokens served, by their cost, over the weight."""
         self.num_bypassed = 0
         """Requests for other adapters admitted while this one waited for pages."""
+        self._num_admitted = 0
+        self._last_turns: dict[str | None, int] = {}
+        """By API key: how many had been admitted when it had its last turn, or came first."""
+        self._due: SequenceState | None = None
+        """Whose turn it is; None for priority's."""
 
     @property
     def next(self) -> SequenceState | None:
         """Whose prompt is to be computed next."""
-        return self.begun or (self.waiting[0] if self.waiting else None)
+        return self.begun or self._due or (self.waiting[0] if self.waiting else None)
+
+    def push(self, sequence: SequenceState) -> None:
+        self._last_turns.setdefault(sequence.key_name, self._num_admitted)
+        insort(self.waiting, sequence, key=_place)
+        if self._due is None:
+            self._choose_due()
+
+    def remove(self, sequence: SequenceState) -> None:
+        del self.waiting[bisect_left(self.waiting, sequence.place, key=_place)]
+        if sequence is self._due:
+            self._choose_due()
+
+    def admit(self, sequence: SequenceState) -> None:
+        is_due = sequence is self._due
+        self._num_admitted += 1
+        self.remove(sequence)
+        if is_due:
+            sequence.priority = -math.inf  # so that it neither gives way to the urgent nor waits for another turn
+            self._last_turns[sequence.key_name] = self._num_admitted
+        self._choose_due()
+
+    def _choose_due(self) -> None:
+        is_turn = self._num_admitted % TURN == TURN - 1
+        self._due = min(self.waiting, key=self._turn, default=None) if is_turn else None
+
+    def _turn(self, sequence: SequenceState) -> tuple[int, int]:
+        return self._last_turns[sequence.key_name], sequence.request_id
 
 
 class FairQueue:
@@ -107,19 +146,19 @@ class FairQueue:
         queue = self._queues[name]
         if queue.next is None:
             queue.counter = max(queue.counter, self._floor())
-        insort(queue.waiting, sequence, key=_place)
+        queue.push(sequence)
         self._num_waiting += 1
 
     def remove(self, sequence: SequenceState) -> None:
         """A request waits no longer."""
-        waiting = self.queue_of(sequence).waiting
-        del waiting[bisect_left(waiting, sequence.place, key=_place)]
+        self.queue_of(sequence).remove(sequence)
         self._num_waiting -= 1
 
     def admit(self, sequence: SequenceState) -> None:
         """A waiting request runs."""
-        self.remove(sequence)
         queue = self._last = self.queue_of(sequence)
+        queue.admit(sequence)
+        self._num_waiting -= 1
         queue.num_running += 1
         queue.num_bypassed = 0
 
@@ -158,6 +197,7 @@ class FairQueue:
             assert all(sequence.adapter_name == name for sequence in queue.waiting)
             assert queue.waiting == sorted(queue.waiting, key=_place)
             assert queue.begun is None or queue.begun in own
+            assert queue._due is None or queue._due in queue.waiting
 
     def _charge(self, sequence: SequenceState, cost: int) -> None:
         self.queue_of(sequence).counter += cost / self._weight_of(sequence.adapter_name)

@@ -21,6 +21,7 @@ class SequenceState:
         "block_keys",
         "finish_reason",
         "grammar",
+        "key_name",
         "num_cached_tokens",
         "num_charged_tokens",
         "num_computed_tokens",
@@ -60,7 +61,9 @@ class SequenceState:
         self.adapter = adapter
         self.adapter_name = adapter_name
         """The name that it came under, which may point to another version by now."""
-        self.priority = priority
+        self.key_name = key_name
+        self.priority: float = priority
+        """As it was asked for, until its turn has come; see `fair_queue.py`."""
         self.grammar = grammar
         """What it must match, if anything, as far as its tokens have come in it."""
         self.root_key = root_key(self.adapter_version, key_name, cache_salt)
@@ -78,7 +81,7 @@ class SequenceState:
         self.stop_reason: str | int | None = None
 
     @property
-    def place(self) -> tuple[int, int]:
+    def place(self) -> tuple[float, int]:
         """Among the requests under its name, the lowest is served first."""
         return self.priority, self.request_id
 

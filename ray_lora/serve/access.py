@@ -31,14 +31,16 @@ class Authentication:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "lifespan":
+            state = scope.setdefault("state", {})
             try:
-                scope.setdefault("state", {})["tenant"] = self._identify(scope)
+                state["tenant"] = self._identify(scope)
             except RayLoraError as error:
+                state["error"] = error
                 return await error_response(error)(scope, receive, send)
         await self._app(scope, receive, send)
 
     def _identify(self, scope: Scope) -> Tenant:
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        path = path_of(scope)
         if path in OPEN_PATHS or not self._keys.is_needed:
             return ANYONE
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
@@ -50,6 +52,12 @@ class Authentication:
         if path in OPERATOR_PATHS and not tenant.sees_everything:
             raise PermissionDeniedError(f"{path} tells of all adapters; API key '{tenant.name}' may see only its own.")
         return tenant
+
+
+def path_of(scope: Scope) -> str:
+    """As the routes have it, wherever the application is mounted."""
+    path: str = scope["path"].removeprefix(scope.get("root_path", ""))
+    return path
 
 
 def tenant_of(request: Request) -> Tenant:

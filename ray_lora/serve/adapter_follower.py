@@ -70,6 +70,8 @@ class AdapterFollower:
         self._ordered: set[str] = set()
         """Names that orders were about since the news were last asked for."""
         self._told_used: dict[str, float] = {}
+        self._num_returning = 0
+        """Names of which `begin` has left the content to come behind it."""
         self._catching_up: asyncio.Task[None] | None = None
         self._asking: SharedCalls[None] = SharedCalls()
         self._tasks: list[asyncio.Task[None]] = []
@@ -92,10 +94,12 @@ class AdapterFollower:
         self._revision = snapshot.revision
         known = [entry for entry in snapshot.entries if entry.version is not None]
         num_first = self._config.max_staged_loras
-        await self._recall(known[:num_first])
+        for entry in known[:num_first]:
+            await self._recall(entry)
         for entry in snapshot.entries:
             if entry.version is None:
                 await self._read_configured(entry)
+        self._num_returning = len(known[num_first:])
         work = (self._recall_the_rest(known[num_first:]), self._follow())
         self._tasks = [asyncio.create_task(each) for each in work]
 
@@ -152,6 +156,10 @@ class AdapterFollower:
                 self._revision = after
             return info
 
+    def missing(self) -> list[str]:
+        """What is not there yet, in words; no names, for anybody may ask."""
+        return [f"adapters that are still coming back: {self._num_returning}"] if self._num_returning else []
+
     def held(self) -> Snapshot | None:
         """All that was heard from the directory."""
         return None if self._revision is None else Snapshot(self._revision, tuple(self._entries.values()))
@@ -196,11 +204,10 @@ class AdapterFollower:
         answers = await every_answer(self._peers, "holds_files", version)
         return [holder for holder in answers if isinstance(holder, str)]
 
-    async def _recall(self, entries: Sequence[AdapterEntry]) -> None:
-        for entry in entries:
-            async with self._lock:
-                if self._entries.get(entry.name) is entry:  # nobody has changed it meanwhile
-                    await self._try_to_become(entry)
+    async def _recall(self, entry: AdapterEntry) -> None:
+        async with self._lock:
+            if self._entries.get(entry.name) is entry:  # nobody has changed it meanwhile
+                await self._try_to_become(entry)
 
     async def _try_to_become(self, entry: AdapterEntry) -> None:
         try:
@@ -214,7 +221,9 @@ class AdapterFollower:
 
     async def _recall_the_rest(self, entries: Sequence[AdapterEntry]) -> None:
         with suppress(EngineDeadError):
-            await self._recall(entries)
+            for entry in entries:
+                await self._recall(entry)
+                self._num_returning -= 1
 
     async def _read_configured(self, entry: AdapterEntry) -> None:
         """Nobody has read it yet, unless another replica does at the same time; then the first one counts."""

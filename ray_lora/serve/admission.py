@@ -11,8 +11,9 @@ from contextlib import contextmanager
 
 from ray_lora.config import EngineConfig
 from ray_lora.engine.engine_metrics import OTHER
-from ray_lora.errors import CapacityError, OverloadedError, RateLimitError
+from ray_lora.errors import CapacityError, OverloadedError, RateLimitError, RequestTimeoutError
 from ray_lora.request import GenerateChunk, GenerateRequest
+from ray_lora.serve.deadline_limit import DeadlineLimit
 from ray_lora.serve.token_bucket import TokenBucket
 from ray_lora.tenant import Limits, Tenant
 
@@ -72,13 +73,16 @@ class Usage:
 class Ticket:
     """A request that was let in. Told every chunk and the end, it keeps the counts."""
 
-    def __init__(self, usages: list[Usage], request: GenerateRequest) -> None:
+    def __init__(self, usages: list[Usage], line: DeadlineLimit, request: GenerateRequest) -> None:
         self._usages = usages
+        self._line = line
+        self._adapter = request.adapter
         self._buckets = [usage.bucket for usage in usages if usage.bucket is not None]
         self._num_open = request.sampling_params.n
         self._num_prompt_tokens = len(request.prompt)
         self._num_output_tokens = 0
         self._is_waiting = True
+        self._place = line.enter(self._adapter, self._num_open)
         self._draw(self._num_prompt_tokens)
         for usage in usages:
             usage.num_open += self._num_open
@@ -91,6 +95,8 @@ class Ticket:
             num_tokens = sum(len(delta.token_ids) for delta in chunk.outputs)
             self._num_output_tokens += num_tokens
             self._draw(num_tokens)
+        if chunk.metrics is not None:
+            self._line.learn(self._place, chunk.metrics)
 
     def begin_again(self) -> None:
         """The request has no token yet: those that were counted are lost, and nobody's."""
@@ -101,6 +107,11 @@ class Ticket:
             for usage in self._usages:
                 usage.num_waiting += self._num_open
 
+    def cut_off(self) -> None:
+        """It took longer than it may. One that never began may have waited for its adapter alone."""
+        if not self._is_waiting:
+            self._line.learn(self._place, None)
+
     def close(self) -> None:
         """The request has ended; if nothing came of it, it has used no tokens."""
         if self._is_waiting:
@@ -108,6 +119,7 @@ class Ticket:
             self._draw(-self._num_prompt_tokens)
         for usage in self._usages:
             usage.num_open -= self._num_open
+        self._line.leave(self._adapter, self._num_open)
 
     def _draw(self, num_tokens: int) -> None:
         for bucket in self._buckets:
@@ -132,6 +144,7 @@ class Admission:
         self._clock = clock
         whole = Limits(max_queued_requests=config.max_queued_requests)
         self._server = Usage("The server", whole, clock, OverloadedError)
+        self._line = DeadlineLimit(config)
         self._usages: dict[tuple[str, Limits], Usage] = {}
         """Of keys and adapters that have limits, unless they are idle."""
         self.refusals: dict[tuple[str, str], int] = {}
@@ -139,29 +152,36 @@ class Admission:
         self._max_labels = config.max_adapter_labels
 
     def check(self, tenant: Tenant, adapter: str | None, count: int) -> None:
-        """Refuse what could not start now, before work is spent on it.
+        """Refuse what could not start now or not end in time, before work is spent on it.
 
         Raises:
             RateLimitError: `count` more completions are too many for the tenant or the adapter.
-            OverloadedError: they are too many for the server.
+            OverloadedError: they are too many for the server, or the first would not be answered in time.
         """
-        try:
-            for subject in self._subjects(tenant, adapter):
-                self._usage(*subject).check(count)
-            self._server.check(count)
-        except CapacityError as error:
-            self._count_refusal(adapter, error)
-            raise
+        with self._counting_refusals(adapter):
+            self._check_limits(tenant, adapter, count)
+            self._line.check(adapter)
 
     @contextmanager
     def enter(self, tenant: Tenant, request: GenerateRequest) -> Iterator[Ticket]:
-        """Count a request as long as it is under way; raises as `check` does."""
-        self.check(tenant, request.adapter, request.sampling_params.n)
+        """Count a request, which was checked, as long as it is under way.
+
+        Of the prompts of one body, the first do not keep out the last: only numbers are checked again, as others may
+        have come meanwhile.
+
+        Raises:
+            RateLimitError, OverloadedError: they have.
+        """
+        with self._counting_refusals(request.adapter):
+            self._check_limits(tenant, request.adapter, request.sampling_params.n)
         subjects = self._subjects(tenant, request.adapter)
         usages = [self._usages.setdefault(subject, self._usage(*subject)) for subject in subjects]
-        ticket = Ticket([self._server, *usages], request)
+        ticket = Ticket([self._server, *usages], self._line, request)
         try:
             yield ticket
+        except RequestTimeoutError:
+            ticket.cut_off()
+            raise
         finally:
             ticket.close()
             for subject, usage in zip(subjects, usages, strict=True):
@@ -180,6 +200,19 @@ class Admission:
             )
             if limits != NO_LIMITS
         ]
+
+    def _check_limits(self, tenant: Tenant, adapter: str | None, count: int) -> None:
+        for subject in self._subjects(tenant, adapter):
+            self._usage(*subject).check(count)
+        self._server.check(count)
+
+    @contextmanager
+    def _counting_refusals(self, adapter: str | None) -> Iterator[None]:
+        try:
+            yield
+        except CapacityError as error:
+            self._count_refusal(adapter, error)
+            raise
 
     def _count_refusal(self, adapter: str | None, error: CapacityError) -> None:
         label = self._base if adapter is None else adapter

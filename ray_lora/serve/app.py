@@ -27,6 +27,7 @@ INGRESS: Deployment = serve.deployment(
     graceful_shutdown_wait_loop_s=1,
     graceful_shutdown_timeout_s=DRAIN_TIMEOUT_S,
     health_check_period_s=1,
+    logging_config={"enable_access_log": False},
     ray_actor_options={"num_cpus": 0},
 )(serve.ingress()(Ingress))
 

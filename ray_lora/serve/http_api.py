@@ -20,6 +20,7 @@ from ray_lora.serve.openai_answers import AnswerHead, chat_answer, completion_an
 from ray_lora.serve.openai_types import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from ray_lora.serve.prometheus_text import metrics_text
 from ray_lora.serve.prompt_streams import Numbered, gather_requests, stream_requests
+from ray_lora.serve.refusal_log import RefusalLog, note_body, note_handed_over
 from ray_lora.serve.request_body import parse_body
 from ray_lora.serve.request_spans import trace_headers
 from ray_lora.serve.served_model import ServedModel, in_callers_words, make_request_id
@@ -36,6 +37,7 @@ def build_api(served: ServedModel) -> FastAPI:
     app = FastAPI(title="ray_lora", openapi_url="/openapi.json", redoc_url=None)
     app.router.redirect_slashes = False
     app.add_middleware(Authentication, keys=served.keys)
+    app.add_middleware(RefusalLog)
     install_error_handlers(app)
     _add_generation_routes(app, served)
     _add_model_routes(app, served)
@@ -54,6 +56,7 @@ def _add_generation_routes(app: FastAPI, served: ServedModel) -> None:
         generate = partial(served.generate, tenant, is_streamed=bool(body.stream))
         requests = _traced([served.chat_request(body, head.id, tenant)], request, served)
         translate = _translator(body, "messages")
+        note_handed_over(request)
         if body.stream:
             writer = ChatWriter(head, body, served.tokenizer)
             return await _stream(writer, stream_requests(generate, requests), translate)
@@ -73,6 +76,7 @@ def _add_generation_routes(app: FastAPI, served: ServedModel) -> None:
         requests, echoes = served.completion_requests(body, head.id, tenant)
         requests = _traced(requests, request, served)
         translate = _translator(body, "prompt")
+        note_handed_over(request)
         if body.stream:
             writer = CompletionWriter(head, body, echoes, served.tokenizer)
             return await _stream(writer, stream_requests(generate, requests), translate)
@@ -175,7 +179,10 @@ def _head(
     prefix: str, request: Request, body: ChatCompletionRequest | CompletionRequest, served: ServedModel
 ) -> AnswerHead:
     given = body.request_id or request.headers.get(REQUEST_ID_HEADER)
-    return AnswerHead(make_request_id(prefix, given), body.model or served.base)
+    field = "request_id" if body.request_id else REQUEST_ID_HEADER
+    head = AnswerHead(make_request_id(prefix, given, field), body.model or served.base)
+    note_body(request, head.id, head.model)
+    return head
 
 
 def _traced(requests: list[GenerateRequest], request: Request, served: ServedModel) -> list[GenerateRequest]:

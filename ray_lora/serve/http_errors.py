@@ -100,8 +100,9 @@ def model_not_found(model: str) -> NotFoundError:
 def install_error_handlers(app: FastAPI) -> None:
     """Give every failure the same format, also a wrong path, a wrong method and a bug."""
 
-    async def ours(_: Request, error: Exception) -> Response:
+    async def ours(request: Request, error: Exception) -> Response:
         assert isinstance(error, RayLoraError)
+        request.state.error = error
         return error_response(error)
 
     async def http(request: Request, error: Exception) -> Response:

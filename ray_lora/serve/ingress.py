@@ -54,11 +54,12 @@ class Ingress:
             NumericsError, EngineDeadError: it failed on the way.
         """
         wants_stream = is_streaming_call()
+        self._served.check(ANYONE, request.adapter, request.sampling_params.n)
         text = request.prompt if isinstance(request.prompt, str) else None
         if text is not None:
             request = replace(request, prompt=self._served.tokenizer.encode(text))
         if not request.request_id:
-            request = replace(request, request_id=make_request_id("gen", None))
+            request = replace(request, request_id=make_request_id("gen"))
         chunks = self._served.generate(ANYONE, request, wants_stream)
         if wants_stream:
             return paced(chunks)

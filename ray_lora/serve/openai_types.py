@@ -50,12 +50,13 @@ class SamplingBody(RequestBody):
     """vLLM's: what the text must match; see `StructuredOutputsParams`."""
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
-    request_id: str | None = Field(default=None, max_length=200)
+    request_id: str | None = None
     """vLLM's: shown in logs and answers in place of a made-up id."""
     cache_salt: str | None = Field(default=None, min_length=1, max_length=1024)
     """vLLM's: share cached prefixes only with requests of the same salt."""
     priority: int | None = None
-    """vLLM's: of one adapter's requests that wait, those with the lowest number run first; 0 if absent."""
+    """vLLM's: of one adapter's requests that wait, those with the lowest number run first, but for every fourth; 0 if
+    absent."""
 
     @property
     def include_usage(self) -> bool:

@@ -213,7 +213,7 @@ class LLMReplica:
             await self.check_health()
         except EngineDeadError as error:
             return [str(error)]
-        return []
+        return self._follower.missing()
 
     async def __del__(self) -> None:
         if hasattr(self, "_publishing"):

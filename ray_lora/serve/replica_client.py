@@ -20,6 +20,7 @@ from ray_lora.serve.adapter_listing import merged
 from ray_lora.serve.outbox import Item, decode
 from ray_lora.serve.replica import Accepted
 from ray_lora.serve.replica_calls import answer, as_ours, call, every_answer
+from ray_lora.serve.scaling_policy import wants_none
 from ray_lora.stats import EngineStats
 from ray_lora.step import ModelInfo
 
@@ -210,9 +211,9 @@ class ReplicaClient:
             raise EngineDeadError(f"a replica did not answer within {HEALTH_TIMEOUT_S} s") from None
 
     async def _on_all(self, method: str, *args: object) -> list[Any]:
-        """Call every replica; the first error counts."""
+        """Call every replica; the first error counts. There may be none if none is wanted."""
         results = await every_answer(self._replicas, method, *args)
-        if not results:
+        if not results and not await asyncio.to_thread(wants_none, self._replicas):
             raise EngineDeadError("no replica is running: the engine is starting, or could not start")
         for result in results:
             if isinstance(result, RayLoraError):

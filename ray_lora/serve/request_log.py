@@ -48,14 +48,26 @@ def log_request(record: RequestRecord, base: str, decode: Callable[[Sequence[int
         prompt = request.prompt
         pairs["prompt"] = prompt if isinstance(prompt, str) else decode(prompt)
         pairs["sampling_params"] = json.dumps(asdict(request.sampling_params))
+    log_pairs(pairs)
+
+
+def log_pairs(pairs: Mapping[str, Any]) -> None:
+    """The line of one request."""
     logger.info("request %s", logfmt(pairs))
 
 
 def logfmt(pairs: Mapping[str, Any]) -> str:
-    """`None` and the empty string are left out; what has spaces or quotes is quoted as JSON does."""
+    """`None` and the empty string are left out; what has spaces or quotes is quoted as JSON does.
+
+    Whoever has made up a value, it cannot end the line or steer a terminal: what is not printable is escaped.
+    """
     return " ".join(f"{key}={_value(value)}" for key, value in pairs.items() if value not in (None, ""))
 
 
 def _value(value: Any) -> str:
     text = f"{value:.4f}" if isinstance(value, float) else str(value)
-    return text if _BARE.fullmatch(text) else json.dumps(text, ensure_ascii=False)
+    if _BARE.fullmatch(text):
+        return text
+    return "".join(
+        each if each.isprintable() else json.dumps(each)[1:-1] for each in json.dumps(text, ensure_ascii=False)
+    )

@@ -24,6 +24,9 @@ from ray_lora.serve.tokenizer import Tokenizer
 from ray_lora.step import ModelInfo
 from ray_lora.tenant import Tenant
 
+MAX_REQUEST_ID = 200
+"""Characters of an id that a caller brings."""
+
 
 class ServedModel:
     """Turns bodies into engine requests. Text becomes token ids here, which spares the process that runs the model.
@@ -71,16 +74,24 @@ class ServedModel:
             raise model_not_found(model)
         return adapter
 
+    def check(self, tenant: Tenant, adapter: str | None, count: int) -> None:
+        """Refuse `count` completions that the tenant may not have now, before anything is spent on their text.
+
+        Raises:
+            CapacityError: a limit of the tenant, the adapter or the server, or they would come too late.
+        """
+        self._admission.check(tenant, adapter, count)
+
     async def generate(
         self, tenant: Tenant, request: GenerateRequest, is_streamed: bool
     ) -> AsyncGenerator[GenerateChunk, None]:
-        """A request's chunks, within the limits of the tenant and of the adapter.
+        """The chunks of a request that was checked, within the limits of the tenant and of the adapter.
 
         Args:
             is_streamed: whether the caller sees each as it comes; see `retried` for what that means.
         """
         arrived_at = time.monotonic()
-        with self._admission.enter(tenant, request) as ticket, self._observer.watch(request) as record:
+        with self._observer.watch(request) as record, self._admission.enter(tenant, request) as ticket:
 
             async def run() -> AsyncGenerator[GenerateChunk, None]:
                 sent = replace(request, waited_s=time.monotonic() - arrived_at)
@@ -187,7 +198,7 @@ class ServedModel:
         """What all prompts of a body have in common, if they may run now; before anything is spent on their text."""
         params = body.sampling_params()
         adapter = self.adapter_of(body.model, tenant)
-        self._admission.check(tenant, adapter, num_prompts * params.n)
+        self.check(tenant, adapter, num_prompts * params.n)
         return GenerateRequest(
             prompt=(),
             sampling_params=params,
@@ -213,8 +224,17 @@ class ServedModel:
         return prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt, skip_special_tokens=False)
 
 
-def make_request_id(prefix: str, given: str | None) -> str:
-    """An id for logs and answers: the caller's, or a new one."""
+def make_request_id(prefix: str, given: str | None = None, field: str = "request_id") -> str:
+    """An id for logs and answers: the caller's, or a new one.
+
+    Args:
+        field: where the caller gave it.
+
+    Raises:
+        InvalidRequestError: it is too long, or would not be one word of a log.
+    """
+    if given and not (len(given) <= MAX_REQUEST_ID and given.isprintable()):
+        raise InvalidRequestError(f"{field} must be at most {MAX_REQUEST_ID} printable characters", field)
     return f"{prefix}-{given or uuid.uuid4().hex}"
 
 

@@ -100,7 +100,7 @@ def test_the_one_that_gives_way_is_the_least_urgent_then_the_youngest() -> None:
     flood = [meter.add(4, "a", max_tokens=20, priority=priority) for priority in (0, -1, 0, -1, 0)]
     meter.add(4, "b", max_tokens=20)
     meter.step()
-    for name, victim in (("c", 4), (None, 2), ("d", 0)):
+    for name, victim in (("c", 4), (None, 0), ("d", 3)):  # the fourth of them, 2, had its turn
         meter.add(4, name, max_tokens=20)
         meter.step()
         assert flood[victim] in meter.scheduler.waiting
