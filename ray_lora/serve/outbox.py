@@ -71,7 +71,7 @@ class Outbox:
                 async with asyncio.timeout(IDLE_S):
                     await self._arrived.wait()
             except TimeoutError:
-                if self.num_requests == 0:
+                if self.num_requests == 0 and not self._items:  # they may have come with the timeout
                     return False
         return True
 

@@ -82,3 +82,19 @@ def test_it_stays_open_while_there_are_requests_and_starts_a_new_epoch_when_it_c
         assert decode(await anext(outbox.batches())) == [(1, LAST)]
 
     asyncio.run(main())
+
+
+def test_what_comes_just_as_the_outbox_would_close_is_not_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        outbox = Outbox()
+
+        async def wait() -> None:
+            outbox.put(7, None)
+            raise TimeoutError
+
+        monkeypatch.setattr(outbox._arrived, "wait", wait)
+        batches = outbox.batches()
+        assert decode(await anext(batches)) == [(7, None)]
+        await batches.aclose()
+
+    asyncio.run(main())
