@@ -27,7 +27,7 @@ RETRY_S = 0.02
 
 
 class EngineCall(Protocol):
-    """Runs a function in the engine's thread, between two steps."""
+    """Runs a function in the engine's thread, between two steps; functions run in the order of the calls."""
 
     def __call__(self, function: Callable[[], T]) -> Awaitable[T]: ...
 
@@ -165,4 +165,4 @@ class HostTier:
                     committed = self.commit(name, partial(self._adapters.mark_staged, manifest.version), {}, staged)
                     break
             await asyncio.sleep(RETRY_S)
-        await committed  # the next one does not wait for that
+        await committed  # outside the lock: the next one's call comes after this one
