@@ -19,7 +19,7 @@ from ray_lora import EngineConfig, GenerateRequest, SamplingParams
 from ray_lora.cluster.launch import prepare_cluster
 from ray_lora.cluster.ray_tp import RayTPExecutor
 from ray_lora.engine.async_engine import AsyncEngine
-from ray_lora.serve.start import start_engine
+from ray_lora.serve.start import start_alone
 
 NUM_CYCLES, NUM_REQUESTS, NUM_CLIENTS, NUM_ADAPTERS = 10_000, 10_000, 16, 8
 MAX_TOKENS = 12
@@ -107,11 +107,10 @@ async def measure(model: Path, tp_size: int, directory: Path) -> list[Row]:
         max_lora_rank=16,
         max_cpu_loras=6,
         adapter_store_dir=str(directory / "store"),
+        lora_modules=adapters,
     )
     prepare_cluster(config)
-    engine = await start_engine(config)
-    for name, path in adapters.items():
-        await engine.load_adapter(name, path)
+    engine = await start_alone(config)
     memory = Memory(engine)
     await cancel(engine, list(adapters), memory)
     rows = memory.rows(f"TP {tp_size}: 10,000 requests, two in five cut short", NUM_REQUESTS)

@@ -21,7 +21,7 @@ from benchmarks.throughput import make_adapters
 from ray_lora import EngineConfig, GenerateRequest, SamplingParams
 from ray_lora.cluster.launch import prepare_cluster
 from ray_lora.engine.async_engine import AsyncEngine
-from ray_lora.serve.start import start_engine
+from ray_lora.serve.start import start_alone
 
 NUM_REQUESTS, NUM_PROMPT, NUM_OUTPUT = 16, 64, 400
 PERIOD_S = 1.0
@@ -127,10 +127,10 @@ async def measure(model: Path, tp_size: int, directory: Path) -> list[Row]:
         enable_prefix_caching=False,
         max_model_len=1024,
         adapter_store_dir=str(directory / "store"),
+        lora_modules={"adapter0": first},
     )
     prepare_cluster(config)
-    engine = await start_engine(config)
-    await engine.load_adapter("adapter0", first)
+    engine = await start_alone(config)
     try:
         await decode(engine, 20)
         rows = await disturbance(engine, others, tp_size)

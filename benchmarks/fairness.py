@@ -16,7 +16,7 @@ from benchmarks.harness import MODEL, Row, report
 from ray_lora import GenerateRequest, SamplingParams
 from ray_lora.config import EngineConfig
 from ray_lora.engine.async_engine import AsyncEngine
-from ray_lora.serve.start import start_engine
+from ray_lora.serve.start import start_alone
 
 ADAPTERS = Path(__file__).parents[1] / "deployments" / "adapters"
 FLOODED, OTHER = "pirate", "json"
@@ -53,10 +53,8 @@ async def flood(engine: AsyncEngine, rng: random.Random) -> list[float]:
 
 
 async def measure(store: str) -> tuple[list[float], list[float], list[float]]:
-    config = EngineConfig.parse({"model": str(MODEL), "adapter_store_dir": store, **LIMITS})
-    engine = await start_engine(config)
-    for name in (FLOODED, OTHER):
-        await engine.load_adapter(name, str(ADAPTERS / name))
+    modules = {name: str(ADAPTERS / name) for name in (FLOODED, OTHER)}
+    engine = await start_alone(EngineConfig(model=str(MODEL), adapter_store_dir=store, lora_modules=modules, **LIMITS))
     rng = random.Random(0)
     try:
         await ask_now_and_then(engine, rng, asyncio.Event(), 2)

@@ -38,6 +38,8 @@ class AdapterManifest:
     """Size of its tensors in the file."""
     shard_bytes: int
     """Host memory that it takes on each rank; on the largest, if they differ."""
+    shard_digests: tuple[str, ...] = ()
+    """By rank: the digest of its part, cut and converted; what it must come to hold at every load."""
     fetch_s: float = field(default=0.0, compare=False)
     """How long it took to fetch what was read; next to nothing for a local directory."""
     parse_s: float = field(default=0.0, compare=False)

@@ -99,9 +99,9 @@ class EngineConfig(BaseModel):
     base_model_weight: float = Field(1.0, ge=MIN_WEIGHT, le=MAX_WEIGHT)
     """Of the base model's share of the service, beside the adapters'."""
     adapter_store_dir: str = "~/.cache/ray_lora/adapters"
-    """Content-addressed copies of loaded adapters."""
+    """Content-addressed copies of loaded adapters, and beside each what the ranks hold of it."""
     adapter_store_max_bytes: int = Field(64 << 30, ge=1)
-    """All copies together; beyond that the least recently used go, but none that is registered."""
+    """All of it together; beyond that the least recently used go, but no copy of one that is registered."""
     max_adapter_bytes: int = Field(32 << 30, ge=1)
     """Weights of one adapter. Rank 512 on every projection of a 70B model, in float32, is 27 GB."""
     adapter_fetch_retries: int = Field(3, ge=0)

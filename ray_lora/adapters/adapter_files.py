@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from ray_lora.adapters.adapter_algebra import LowRankDelta
+from ray_lora.adapters.finite import all_finite
 from ray_lora.adapters.peft_config import CONFIG_FILE, PeftConfig, parse_peft_config, read_config_fields, reject, show
 from ray_lora.adapters.peft_targets import ModuleSelector
 from ray_lora.adapters.peft_weights import DTYPES, check_header_length, finite
@@ -118,7 +119,7 @@ def write_adapter(
             reject(name, f"{name} has rank {delta.rank}, more than the {MAX_RANK} that are served; compress first")
         for side, factor in (("A", delta.lora_a), ("B", delta.lora_b)):
             rounded = factor.to(dtype).contiguous()
-            if not torch.isfinite(rounded).all():
+            if not all_finite(rounded):
                 reject(name, f"{name} has values beyond the range of {dtype}; choose another dtype")
             tensors[f"base_model.model.{name}.lora_{side}.weight"] = rounded
     config = _plain_config({name: delta.rank for name, delta in deltas.items()}, like)

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ray_lora.adapters.finite import all_finite
 from ray_lora.adapters.peft_config import reject
 from ray_lora.adapters.peft_targets import NO_LAYER
 from ray_lora.adapters.peft_weights import AdapterWeights, LoRAWeight, OutputChange
@@ -65,7 +66,7 @@ def _output_change(
     scale = torch.ones(projection.out_features)
     if weight is not None and weight.magnitude is not None:
         scale = weight.magnitude / row_norms(base.weight(module, projection), weight)
-        if not torch.isfinite(scale).all():
+        if not all_finite(scale):
             tensor = f"base_model.model.{module}.lora_magnitude_vector"
             reject(tensor, f"{tensor} scales a row of zeros; it was trained on another base model")
     base_bias = base.bias(module, projection)
@@ -87,7 +88,7 @@ def _check_copies(weights: AdapterWeights, arch: Architecture, base: BaseLayers)
 
 def row_norms(base_weight: Tensor, weight: LoRAWeight) -> Tensor:
     """Euclidean norm of each row of `base_weight + lora_b @ lora_a`, `[out_features]`, in float32."""
-    lora_a = weight.lora_a.float()
+    lora_a = weight.lora_a.to(torch.float32, copy=True)  # where it lies in memory may decide how it is rounded
     return torch.cat(
         [
             torch.linalg.vector_norm(torch.addmm(rows.float(), lora_b, lora_a), dim=1)

@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load
 
+from ray_lora.adapters.finite import all_finite
 from ray_lora.adapters.peft_config import CONFIG_FILE, PeftConfig, read_peft_config, reject, show
 from ray_lora.adapters.peft_keys import Role, assign_keys, expected_tensors
 from ray_lora.adapters.peft_saved import resolve_saved
@@ -165,7 +166,7 @@ def _check_tensor(tensors: Any, key: str, expected: list[int], config: PeftConfi
 
 def finite(tensor: torch.Tensor, key: str) -> torch.Tensor:
     """The tensor, unless it holds something that is not a number."""
-    if not torch.isfinite(tensor).all():
+    if not all_finite(tensor):
         reject(key, f"tensor {show(key)} holds values that are not finite")
     return tensor
 
@@ -183,6 +184,6 @@ def _lora_weight(target: TargetModule, read: Mapping[Role, Mapping[str, torch.Te
 def _scale(target: TargetModule, tensor: torch.Tensor) -> torch.Tensor:
     """Multiply the scale in, once and in float32."""
     scaled = tensor.to(torch.float32) * target.scale
-    if not torch.isfinite(scaled).all():
+    if not all_finite(scaled):
         reject("lora_alpha", f"lora_alpha scales {target.name} by {target.scale:g}, beyond the range of float32")
     return scaled

@@ -1,8 +1,9 @@
 """From a path or URL that a caller gave to an adapter that every rank may load.
 
-`inspect` copies, checks everything and answers a manifest; `read` gives the weights of a manifest. Most reads follow
-their inspection at once, so the weights of the last few inspections are kept until they are read. The store keeps the
-content of what is kept here, and of what is in use until it is forgotten.
+`inspect` copies, checks and cuts an adapter and answers a manifest; `read` gives what the ranks hold of it. Most reads
+follow their inspection at once, so the shards of the last few inspections are kept until they are read. For the others
+every shard lies in the store beside the content, as a file; where it is gone, the content is cut again. The store keeps
+the content of what is kept here, and of what is in use until it is forgotten.
 """
 
 import os
@@ -21,13 +22,18 @@ from ray_lora.adapters.fetch import fetch
 from ray_lora.adapters.output_change import BaseLayers, change_outputs
 from ray_lora.adapters.peft_config import CONFIG_FILE, refused_fields, reject
 from ray_lora.adapters.peft_weights import AdapterWeights, read_weights
-from ray_lora.adapters.shard_cut import cut_shard
+from ray_lora.adapters.shard import AdapterShard
+from ray_lora.adapters.shard_cut import shard_weights
+from ray_lora.adapters.shard_file import read_shard, write_shard
 from ray_lora.adapters.store import WEIGHTS_FILE, AdapterStore
 from ray_lora.architecture import Architecture
 from ray_lora.errors import AdapterRejectedError, InvalidRequestError, NotFoundError
 from ray_lora.names import url_scheme, without_credentials
 
 MAX_KEPT = 2
+
+Shards = tuple[AdapterShard, ...]
+"""Of one adapter, by rank."""
 
 
 class AdapterReader:
@@ -61,7 +67,7 @@ class AdapterReader:
         self.tp_size = tp_size
         self.dtype = dtype
         self._lock = threading.Lock()
-        self._kept: OrderedDict[str, AdapterWeights] = OrderedDict()
+        self._kept: OrderedDict[str, Shards] = OrderedDict()
         self._in_use: set[str] = set()
 
     def inspect(self, source: str, version: str | None = None) -> AdapterManifest:
@@ -133,15 +139,18 @@ class AdapterReader:
             yield directory
 
     def _inspect(self, directory: Path, source: str) -> AdapterManifest:
-        checked: list[AdapterWeights] = []
-        path = self.store.add(
-            directory,
-            check=lambda copy: checked.append(self._weights(copy)),
-        )
-        (weights,) = checked
+        checked: list[tuple[AdapterWeights, Shards, tuple[str, ...]]] = []
+
+        def check(copy: Path, version: str) -> None:
+            weights = self._weights(copy)
+            shards = self._cut(weights, version)
+            checked.append((weights, shards, tuple(write_shard(copy, shard) for shard in shards)))
+
+        path = self.store.add(directory, check)
+        ((weights, shards, digests),) = checked
         changed = {projection for _, projection in (*weights.modules, *weights.outputs)}
         others = dict.fromkeys((*weights.vocabulary, *weights.saved, *weights.token_rows))
-        self._keep(path.name, weights)
+        self._keep(path.name, shards)
         return AdapterManifest(
             version=path.name,
             path=str(path),
@@ -149,22 +158,20 @@ class AdapterReader:
             rank=weights.rank,
             modules=(*(p.name for p in self.arch.projections if p.name in changed), *others),
             num_bytes=weights.num_bytes,
-            shard_bytes=max(
-                cut_shard(weights, self.arch, path.name, rank, self.tp_size, self.dtype).header.num_bytes
-                for rank in range(self.tp_size)
-            ),
+            shard_bytes=max(shard.header.num_bytes for shard in shards),
+            shard_digests=digests,
         )
 
-    def read(self, manifest: AdapterManifest) -> AdapterWeights:
-        """The weights of an inspected adapter, from memory if its inspection was among the last, else from the store.
+    def read(self, manifest: AdapterManifest) -> Shards:
+        """What the ranks hold of an inspected adapter, which is what `manifest.shard_digests` say.
 
         Raises:
             AdapterRejectedError: the copy in the store is gone or damaged.
         """
-        return self.keep(manifest) or self._weights(Path(manifest.path))
+        return self.keep(manifest) or self._stored(manifest) or self._cut_again(manifest)
 
-    def keep(self, manifest: AdapterManifest) -> AdapterWeights | None:
-        """Let the store keep an inspected adapter until it is forgotten; its weights, if they are still in memory.
+    def keep(self, manifest: AdapterManifest) -> Shards | None:
+        """Let the store keep an inspected adapter until it is forgotten; its shards, if they are still in memory.
 
         Raises:
             AdapterRejectedError: the copy in the store is gone.
@@ -179,6 +186,26 @@ class AdapterReader:
             self._in_use.add(version)
         return kept
 
+    def _stored(self, manifest: AdapterManifest) -> Shards | None:
+        shards = []
+        for digest in manifest.shard_digests:
+            shard = read_shard(Path(manifest.path), digest)
+            if shard is None:
+                return None
+            shards.append(shard)
+        return tuple(shards)
+
+    def _cut_again(self, manifest: AdapterManifest) -> Shards:
+        shards = self._cut(self._weights(Path(manifest.path)), manifest.version)
+        if tuple(shard.digest() for shard in shards) != manifest.shard_digests:
+            reject(WEIGHTS_FILE, f"the copy of adapter {manifest.version} in the store is damaged; load it again")
+        return shards
+
+    def _cut(self, weights: AdapterWeights, version: str) -> Shards:
+        return tuple(
+            shard_weights(weights, self.arch, version, rank, self.tp_size, self.dtype) for rank in range(self.tp_size)
+        )
+
     def _weights(self, directory: Path) -> AdapterWeights:
         return change_outputs(read_weights(directory, self.arch, self.max_lora_rank), self.arch, self.open_base)
 
@@ -189,11 +216,11 @@ class AdapterReader:
                 self._in_use.discard(version)
                 self.store.give_back(version)
 
-    def _keep(self, version: str, weights: AdapterWeights) -> None:
+    def _keep(self, version: str, shards: Shards) -> None:
         with self._lock:
             if version in self._kept:
                 self.store.give_back(version)
-            self._kept[version] = weights
+            self._kept[version] = shards
             self._kept.move_to_end(version)
             while len(self._kept) > MAX_KEPT:
                 self.store.give_back(self._kept.popitem(last=False)[0])

@@ -5,6 +5,7 @@ adjacent rows of each. The scale is in B, rounded once from float32. Changes of 
 """
 
 import hashlib
+import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -120,6 +121,22 @@ class ShardHeader:
             return self.unpaged[-1].end
         return self.outputs_end if self.outputs else self.data_bytes
 
+    def encode(self) -> bytes:
+        """As JSON."""
+        return json.dumps([self.version, self.dtype, self.entries, self.outputs, self.unpaged]).encode()
+
+    @classmethod
+    def decode(cls, encoded: bytes) -> "ShardHeader":
+        """The header that `encode` was called on."""
+        version, dtype, entries, outputs, unpaged = json.loads(encoded)
+        return cls(
+            version,
+            dtype,
+            tuple(ShardEntry(*entry) for entry in entries),
+            tuple(OutputEntry(*entry) for entry in outputs),
+            tuple(UnpagedEntry(name, tuple(shape), *rest) for name, shape, *rest in unpaged),
+        )
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdapterShard:
@@ -196,10 +213,8 @@ class AdapterShard:
         }
 
     def digest(self) -> str:
-        """SHA-256, in hex, over the header and every byte: equal digests mean equal shards."""
-        digest = hashlib.sha256(repr(self.header).encode())
-        digest.update(self.payload.numpy().data)
-        return digest.hexdigest()
+        """See `shard_digest`."""
+        return shard_digest(self.header.encode(), self.payload)
 
     def fused_modules(self, arch: Architecture) -> frozenset[str]:
         """Names of the fused linears that change in at least one layer; the others need no LoRA launch."""
@@ -222,6 +237,13 @@ def _even_runs(entries: list[ShardEntry]) -> Iterator[list[ShardEntry]]:
             yield run
         run = [entry]
     yield run
+
+
+def shard_digest(header: bytes, payload: torch.Tensor) -> str:
+    """SHA-256, in hex, over an encoded header and every byte of the payload: equal digests mean equal shards."""
+    digest = hashlib.sha256(b"%d\n" % len(header) + header)
+    digest.update(payload.numpy().data)
+    return digest.hexdigest()
 
 
 def aligned(num_bytes: int) -> int:

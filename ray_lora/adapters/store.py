@@ -9,7 +9,7 @@ file. Fields that cannot change the result, such as `inference_mode` or `base_mo
 version; nor does the order in which PEFT happened to write a set of names.
 
 A content that was added stays until it is given back; after that it may be removed to make room for others, the least
-recently used first.
+recently used first. What is beside the two files of a content spares work and is never needed: it may go even earlier.
 """
 
 import errno
@@ -66,11 +66,12 @@ class AdapterStore:
             if _age_s(leftover) > _ABANDONED_S:
                 shutil.rmtree(leftover, ignore_errors=True)
 
-    def add(self, source: Path, check: Callable[[Path], None] | None = None) -> Path:
+    def add(self, source: Path, check: Callable[[Path, str], None] | None = None) -> Path:
         """Copy an adapter into the store and return the copy's directory, whose name is the version.
 
-        The copy stays until `give_back`, once for each time that it was added or taken. `check` sees it before anyone
-        else; if it raises, the copy is dropped.
+        The copy stays until `give_back`, once for each time that it was added or taken. `check` is called with its
+        directory and the version before anyone else sees it, and may put more files there; if it raises, the copy is
+        dropped.
 
         Raises:
             NotFoundError: `source` does not exist.
@@ -128,7 +129,7 @@ class AdapterStore:
                 raise CapacityError(f"no space left in adapter_store_dir {self.directory}") from None
             raise
 
-    def _add(self, source: Path, check: Callable[[Path], None] | None) -> Path:
+    def _add(self, source: Path, check: Callable[[Path, str], None] | None) -> Path:
         with self.incoming() as incoming:
             copied = {CONFIG_FILE: _copy_file(source, incoming, CONFIG_FILE, MAX_CONFIG_BYTES)}
             meaning = read_peft_config(incoming).canonical().encode()
@@ -137,12 +138,11 @@ class AdapterStore:
             for name, identity in copied.items():
                 if _current_identity(source / name) != identity:
                     reject(name, f"{name} changed while the adapter was copied; load it again when it is complete")
-            if check is not None:
-                check(incoming)
             final = self.directory / digest.hexdigest()
+            if check is not None:
+                check(incoming, final.name)
             with exclusive(self.directory):
-                if not final.exists():
-                    self._make_room(size_of(incoming))
+                self._make_room(incoming, final)
                 self._publish(incoming, final)
                 if not self._leases.take(final):
                     raise CapacityError(
@@ -150,15 +150,22 @@ class AdapterStore:
                     )
             return final
 
-    def _make_room(self, num_bytes: int) -> None:
-        """Remove what is not in use until `num_bytes` more fit into `max_bytes`."""
+    def _make_room(self, incoming: Path, final: Path) -> None:
+        """Remove what is not in use until all that `final` does not have yet fits into `max_bytes`."""
+        num_bytes = sum(file.stat().st_size for file in incoming.iterdir() if not (final / file.name).exists())
+        if num_bytes == 0:
+            return
         contents = [path for path in self.directory.iterdir() if _VERSION.fullmatch(path.name)]
         excess = sum(map(size_of, contents)) + num_bytes - self.max_bytes
         if excess <= 0:
             return
         with self.incoming() as grave:
-            if remove_least_recently_used(contents, excess, grave) < excess:
-                raise CapacityError(f"the adapters in use and this one exceed adapter_store_max_bytes {self.max_bytes}")
+            excess -= remove_least_recently_used([path for path in contents if path != final], excess, grave)
+        for directory in (incoming, *contents):
+            if excess > 0:
+                excess -= _remove_extras(directory)
+        if excess > 0 and not final.exists():
+            raise CapacityError(f"the adapters in use and this one exceed adapter_store_max_bytes {self.max_bytes}")
 
     def _publish(self, incoming: Path, final: Path) -> None:
         """Rename, or keep what is there if it is whole. A damaged copy (a crash, a full disk) is replaced."""
@@ -170,6 +177,8 @@ class AdapterStore:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
             if _is_same(incoming, final):
+                for file in _extras(incoming):
+                    file.rename(final / file.name)
                 return
             with self.incoming() as damaged, suppress(FileNotFoundError):  # another process may have moved it away
                 final.rename(damaged / final.name)
@@ -247,6 +256,20 @@ def _missing(source: Path, name: str) -> AdapterRejectedError:
             PICKLE_FILE,
         )
     return AdapterRejectedError(f"{name} is missing in {str(source)!r}", name)
+
+
+def _extras(content: Path) -> list[Path]:
+    return [file for file in content.iterdir() if file.name not in (CONFIG_FILE, WEIGHTS_FILE)]
+
+
+def _remove_extras(content: Path) -> int:
+    """The bytes that are free now."""
+    freed = 0
+    with suppress(OSError):  # another process may have moved the content away
+        for file in _extras(content):
+            freed += file.stat().st_size
+            file.unlink()
+    return freed
 
 
 def _is_same(incoming: Path, final: Path) -> bool:

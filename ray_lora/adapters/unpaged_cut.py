@@ -13,6 +13,7 @@ By name, where `module` is `model.embed_tokens` or `lm_head`, `width` the tokens
 import torch
 from torch import Tensor
 
+from ray_lora.adapters.finite import all_finite
 from ray_lora.adapters.peft_config import reject
 from ray_lora.adapters.peft_targets import NO_LAYER
 from ray_lora.adapters.peft_weights import AdapterWeights
@@ -36,7 +37,7 @@ def cut_unpaged(
 
     def convert(module: str, tensor: Tensor) -> Tensor:
         converted = tensor.to(dtype)
-        if not torch.isfinite(converted).all():
+        if not all_finite(converted):
             reject(module, f"{module} has values beyond the range of {dtype}; set lora_dtype to bfloat16 or float32")
         return converted
 

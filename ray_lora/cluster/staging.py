@@ -2,11 +2,11 @@
 
 Every rank goes through the same four exchanges whatever fails, so that a failure leaves the group ready for the next
 load: the reader's offer, the ranks' readiness, the transfer, and the digests. The last is the barrier: a rank returns
-the shard only if every rank holds exactly what the reader cut for it.
+the shard only if every rank holds exactly what was cut for it when the adapter was inspected.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -14,10 +14,8 @@ import torch
 import torch.distributed as dist
 
 from ray_lora.adapter import AdapterManifest, StagingTimes
-from ray_lora.adapters.reader import AdapterReader
+from ray_lora.adapters.reader import AdapterReader, Shards
 from ray_lora.adapters.shard import AdapterShard, ShardHeader
-from ray_lora.adapters.shard_cut import shard_weights
-from ray_lora.architecture import Architecture
 from ray_lora.errors import AdapterStagingError, EngineDeadError, RayLoraError
 
 
@@ -27,8 +25,6 @@ class Offer:
 
     headers: tuple[ShardHeader, ...] = ()
     """By rank."""
-    digests: tuple[str, ...] = ()
-    """By rank: what each must come to after the transfer."""
     error: RayLoraError | None = None
 
 
@@ -44,25 +40,13 @@ def reading() -> Iterator[None]:
 
 
 class AdapterStaging:
-    """One rank's side of the protocol. Rank 0 has the `reader`; `make_digest` says what a rank holds."""
+    """One rank's side of the protocol. Rank 0 has the `reader`."""
 
-    def __init__(
-        self,
-        arch: Architecture,
-        dtype: torch.dtype,
-        rank: int,
-        size: int,
-        group: "dist.ProcessGroup | None",
-        reader: AdapterReader | None,
-        make_digest: Callable[[AdapterShard], str],
-    ) -> None:
-        self._arch = arch
-        self._dtype = dtype
+    def __init__(self, rank: int, size: int, group: "dist.ProcessGroup | None", reader: AdapterReader | None) -> None:
         self._rank = rank
         self._size = size
         self._group = group
         self._reader = reader
-        self._make_digest = make_digest
 
     def receive(self, manifest: AdapterManifest) -> tuple[AdapterShard, StagingTimes]:
         """This rank's part of an adapter, once all ranks agree, and how long that took.
@@ -80,34 +64,31 @@ class AdapterStaging:
 
     def _receive(self, manifest: AdapterManifest) -> tuple[AdapterShard, StagingTimes]:
         begin = time.monotonic()
-        shards = self._cut(manifest) if self._reader is not None else None
+        shards = self._read(manifest) if self._reader is not None else None
         offer = self._broadcast(None if shards is None else _offer(shards))
         if offer.error is not None:
             raise offer.error
-        buffer, failure = self._allocate(offer.headers[self._rank])
+        header = offer.headers[self._rank]
+        buffer, failure = self._allocate(header)
         self._agree(failure)
-        if isinstance(shards, list):
-            shard = shards[0]
+        if isinstance(shards, tuple):
+            shard, failure = shards[0], None  # the reader knows that it is right
             for other in range(1, self._size):
                 dist.send(shards[other].payload, dst=other, group=self._group)
         else:
             assert buffer is not None, "agreed without a buffer"
             dist.recv(buffer, src=0, group=self._group)
-            shard = AdapterShard(offer.headers[self._rank], buffer)
-        failure = self._verify(shard, offer.digests[self._rank])
+            shard = AdapterShard(header, buffer)
+            failure = self._verify(shard, manifest.shard_digests[self._rank])
         staged = time.monotonic()
         self._agree(failure)
         return shard, StagingTimes(staged - begin, time.monotonic() - staged)
 
-    def _cut(self, manifest: AdapterManifest) -> list[AdapterShard] | RayLoraError:
+    def _read(self, manifest: AdapterManifest) -> Shards | RayLoraError:
         assert self._reader is not None
         try:
             with reading():
-                weights = self._reader.read(manifest)
-                return [
-                    shard_weights(weights, self._arch, manifest.version, rank, self._size, self._dtype)
-                    for rank in range(self._size)
-                ]
+                return self._reader.read(manifest)
         except RayLoraError as error:
             return error
 
@@ -121,7 +102,7 @@ class AdapterStaging:
 
     def _verify(self, shard: AdapterShard, expected: str) -> str | None:
         try:
-            digest = self._make_digest(shard)
+            digest = shard.digest()
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         return None if digest == expected else f"holds {digest[:12]} where {expected[:12]} was sent"
@@ -146,7 +127,7 @@ class AdapterStaging:
             raise AdapterStagingError("the adapter was not loaded: " + "; ".join(reasons))
 
 
-def _offer(shards: list[AdapterShard] | RayLoraError) -> Offer:
+def _offer(shards: Shards | RayLoraError) -> Offer:
     if isinstance(shards, RayLoraError):
         return Offer(error=shards)
-    return Offer(tuple(shard.header for shard in shards), tuple(shard.digest() for shard in shards))
+    return Offer(tuple(shard.header for shard in shards))

@@ -11,7 +11,6 @@ import torch
 
 from ray_lora.adapter import AdapterFiles, AdapterManifest, AdapterValidation, StagingTimes
 from ray_lora.adapters.reader import AdapterReader
-from ray_lora.adapters.shard import AdapterShard
 from ray_lora.adapters.store import AdapterStore
 from ray_lora.backends.registry import make_backend
 from ray_lora.cluster.background import give_way
@@ -66,9 +65,7 @@ class Worker:
                 size,
                 self._runner.adapter_dtype,
             )
-        self._staging = AdapterStaging(
-            self._runner.arch, self._runner.adapter_dtype, rank, size, adapter_group, self._reader, self.make_digest
-        )
+        self._staging = AdapterStaging(rank, size, adapter_group, self._reader)
         return self._runner.info
 
     def process_id(self) -> int:
@@ -143,7 +140,3 @@ class Worker:
         assert self._reader is not None, "only rank 0 reads adapters"
         with reading():
             yield self._reader
-
-    def make_digest(self, shard: AdapterShard) -> str:
-        """What this rank says it holds."""
-        return shard.digest()

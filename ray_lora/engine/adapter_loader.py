@@ -1,8 +1,8 @@
 """How names come to point to adapters, beside the steps: they are fetched, checked, staged, and only then named."""
 
 import asyncio
-from collections.abc import Coroutine, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -109,10 +109,15 @@ class AdapterLoader:
                 return replace(found, refusals=(*found.refusals, refusal))
         return found
 
-    async def make_ready(self, name: str) -> None:
-        """Wait until the adapter of this name, if there is one, is in host memory; requests for it wait together."""
+    @asynccontextmanager
+    async def ready(self, name: str | None) -> AsyncIterator[None]:
+        """Inside, the adapter of this name, if there is one, is in host memory; requests for it wait together."""
+        if name is None:
+            yield
+            return
         await self.resolve(name)
-        await self.host.warm_up(name)
+        async with self.host.warm(name):
+            yield
 
     async def resolve(self, name: str) -> None:
         """Load the adapter of this name from where the resolvers know it, if it is not registered yet."""
@@ -224,8 +229,8 @@ class AdapterLoader:
     async def _pin(self, name: str) -> AdapterInfo:
         await self._call(lambda: self._adapters.pin(name))
         try:
-            await self.host.warm_up(name)
-            return self._adapters.info(name)
+            async with self.host.warm(name):
+                return self._adapters.info(name)
         except RayLoraError:
             with suppress(NotFoundError):
                 await self._call(lambda: self._adapters.unpin(name))

@@ -64,7 +64,7 @@ class AdapterManager:
         return self._entry(name).info()
 
     def is_registered(self, version: str) -> bool:
-        """Whether a name or a request holds it."""
+        """Whether a name or a request holds it. Safe to call from another thread than the engine's."""
         return version in self._versions
 
     def find_cold(self, name: str) -> AdapterManifest | None:

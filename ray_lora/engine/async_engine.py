@@ -85,11 +85,9 @@ class AsyncEngine:
             async with deadlines.while_waiting():
                 grammar = await self._compile_grammar(request)
                 while group is None:
-                    if request.adapter is not None:
-                        await self._loader.make_ready(request.adapter)
-                    add = partial(self._add, request, stream, arrived_at, grammar)
-                    adding = asyncio.ensure_future(self._mailbox.call(add))
-                    group = await asyncio.shield(adding)
+                    async with self._loader.ready(request.adapter):
+                        adding = self._mailbox.call(partial(self._add, request, stream, arrived_at, grammar))
+                        group = await asyncio.shield(adding)
             deadlines.watch_start(group, stream.put_nowait)
             deadlines.watch_end(stream.put_nowait)
             while num_unfinished:

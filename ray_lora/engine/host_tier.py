@@ -6,8 +6,9 @@ engine's thread, between two steps.
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -26,7 +27,7 @@ RETRY_S = 0.02
 
 
 class EngineCall(Protocol):
-    """Runs a function in the engine's thread, between two steps."""
+    """Runs a function in the engine's thread, between two steps; functions run in the order of the calls."""
 
     def __call__(self, function: Callable[[], T]) -> Awaitable[T]: ...
 
@@ -53,6 +54,8 @@ class HostTier:
         self._on_disk: set[str] = set()
         """Versions that they do not hold, but whose files are kept."""
         self._warming: SharedCalls[None] = SharedCalls()
+        self._awaited: Counter[str] = Counter()
+        """Cold versions that requests wait for, until these hold them."""
 
     def use(self) -> TierUse:
         held = list(self._held.values())
@@ -68,7 +71,7 @@ class HostTier:
         if manifest.version in self._held:
             return None
         while not self.has_room(manifest):
-            idle = await self._call(lambda: self._adapters.take_idle(self._held))
+            idle = await self._call(partial(self._adapters.take_idle, self._held.keys() - self._awaited.keys()))
             if idle is None:
                 raise CapacityError(
                     f"the {len(self._held)} adapters in host memory, as many as max_cpu_loras and max_cpu_lora_bytes "
@@ -105,10 +108,10 @@ class HostTier:
             await asyncio.to_thread(self._executor.keep_adapter, manifest)
             self._on_disk.add(manifest.version)
 
-    async def commit(
+    def commit(
         self, name: str, change: Callable[[], None], read: Mapping[str, float], staged: StagingTimes | None
-    ) -> None:
-        """Change the registry between two steps.
+    ) -> Awaitable[None]:
+        """Change the registry between two steps; to be called under the lock, and waited for with or without it.
 
         Args:
             read, staged: how long it took to read the adapter of this name, if it was, and then to bring it to host
@@ -122,13 +125,25 @@ class HostTier:
                 stages = {"stage": staged.stage_s, "barrier": staged.barrier_s, "commit": time.monotonic() - begin}
                 self._metrics.loaded(name, {**read, **stages})
 
-        await self._call(run)
+        return self._call(run)
 
-    async def warm_up(self, name: str) -> None:
-        """Wait until the adapter of this name, if there is one, is in host memory; all who want it wait together."""
+    @asynccontextmanager
+    async def warm(self, name: str) -> AsyncIterator[None]:
+        """Inside, the adapter of this name, if there is one, is in host memory; all who want it wait together.
+
+        One that was brought there for this stays inside. Without that, two who take each other's room would go on.
+        """
         manifest = self._adapters.find_cold(name)
-        if manifest is not None:
+        if manifest is None:
+            yield
+            return
+        self._awaited[manifest.version] += 1
+        try:
             await self._warming.run(manifest.version, partial(self._warm_up, name, manifest))
+            yield
+        finally:
+            self._awaited[manifest.version] -= 1
+            self._awaited += Counter()  # keeps what is above zero
 
     async def drop(self, version: str) -> None:
         """Free a dead version on the ranks, unless it has been registered again or dropped meanwhile."""
@@ -143,9 +158,11 @@ class HostTier:
     async def _warm_up(self, name: str, manifest: AdapterManifest) -> None:
         while True:
             async with self.lock:
-                if not await self._call(lambda: self._adapters.is_registered(manifest.version)):
+                if not self._adapters.is_registered(manifest.version):
                     return
                 with self._metrics.counting_failed_loads(), suppress(CapacityError):
                     staged = await self.stage(manifest)
-                    return await self.commit(name, partial(self._adapters.mark_staged, manifest.version), {}, staged)
+                    committed = self.commit(name, partial(self._adapters.mark_staged, manifest.version), {}, staged)
+                    break
             await asyncio.sleep(RETRY_S)
+        await committed  # outside the lock: the next one's call comes after this one

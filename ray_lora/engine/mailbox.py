@@ -31,11 +31,11 @@ class Mailbox:
     def is_empty(self) -> bool:
         return self._messages.empty()
 
-    async def call(self, function: Callable[[], T]) -> T:
-        """Have the owner run a function.
+    def call(self, function: Callable[[], T]) -> "asyncio.Future[T]":
+        """Have the owner run a function, after all that came before this call; the future has its result.
 
         Raises:
-            RayLoraError: what it was closed with, or what the function raised.
+            RayLoraError: in the future; what it was closed with, or what the function raised.
         """
         future: asyncio.Future[T] = self._loop.create_future()
 
@@ -51,7 +51,7 @@ class Mailbox:
             self._loop.call_soon_threadsafe(_tell, future, future.set_exception, error)
 
         self.post(run, fail)
-        return await future
+        return future
 
     def post(self, run: Callable[[], None], fail: Callable[[BaseException], None] = lambda _: None) -> None:
         """Have the owner run a function that nobody waits for."""

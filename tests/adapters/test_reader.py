@@ -12,10 +12,10 @@ import torch
 
 from ray_lora.adapter import AdapterFiles
 from ray_lora.adapters import reader as reader_module
+from ray_lora.adapters import shard_file
 from ray_lora.adapters.output_change import BaseLayers
 from ray_lora.adapters.peft_weights import AdapterWeights
-from ray_lora.adapters.reader import AdapterReader
-from ray_lora.adapters.shard_cut import shard_weights
+from ray_lora.adapters.reader import AdapterReader, Shards
 from ray_lora.adapters.store import AdapterStore
 from ray_lora.architecture import Architecture
 from ray_lora.errors import AdapterRejectedError, InvalidRequestError, NotFoundError
@@ -62,7 +62,8 @@ def test_the_manifest_tells_what_was_checked(
     assert manifest.modules == ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj")
     q, v, down = 8 * (64 + 64), 8 * (64 + 32), 20 * (128 + 64)
     assert manifest.num_bytes == 2 * (q + 2 * v + 2 * down)
-    assert len(reader.read(manifest).modules) == 5
+    (shard,) = reader.read(manifest)
+    assert len(shard.entries) == 5
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
@@ -71,9 +72,10 @@ def test_the_manifest_tells_what_the_largest_rank_will_hold(
 ) -> None:
     reader = AdapterReader(arch, AdapterStore(tmp_path / "store"), 64, no_base, 0, tp_size, torch.bfloat16)
     manifest = reader.inspect(str(adapter_dir))
-    weights = reader.read(manifest)
-    shards = [shard_weights(weights, arch, "v", rank, tp_size, torch.bfloat16) for rank in range(tp_size)]
+    shards = reader.read(manifest)
+    assert len(shards) == tp_size
     assert manifest.shard_bytes == max(shard.payload.numel() for shard in shards)
+    assert manifest.shard_digests == tuple(shard.digest() for shard in shards)
 
 
 def test_a_dry_run_names_every_field_that_would_be_refused(reader: AdapterReader, adapter_dir: Path) -> None:
@@ -98,7 +100,7 @@ def test_a_kept_adapter_stays_in_the_store_until_it_is_forgotten(
     for alpha in range(1, 8):
         set_alpha(adapter_dir, alpha)
         reader.inspect(str(adapter_dir))
-    assert len(reader.read(first).modules) > 0
+    assert reader.read(first)
     reader.forget(first.version)
     for alpha in range(11, 15):
         set_alpha(adapter_dir, alpha)
@@ -111,22 +113,102 @@ def test_a_read_after_its_inspection_reads_no_file(reader: AdapterReader, adapte
     manifest = reader.inspect(str(adapter_dir))
     first = reader.read(manifest)
     assert len(reads) == 1
-    second = reader.read(manifest)
-    assert reads[1:] == [Path(manifest.path)]
-    for module, weight in first.modules.items():
-        assert torch.equal(second.modules[module].lora_b, weight.lora_b)
+    (second,) = reader.read(manifest)
+    assert second is not first[0]
+    assert (second.header, second.digest()) == (first[0].header, first[0].digest())
+    assert len(reads) == 1, "the store has it as the ranks take it"
 
 
-def test_only_the_last_inspections_are_kept_in_memory(
-    reader: AdapterReader, adapter_dir: Path, reads: list[Path]
+def spoil(file: Path, offset: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[offset] ^= 1
+    file.chmod(0o644)
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        Path.unlink,
+        lambda file: os.truncate(file, 5),
+        lambda file: os.truncate(file, file.stat().st_size - 1),
+        lambda file: spoil(file, 0),
+        lambda file: spoil(file, 7),
+        lambda file: spoil(file, 20),
+        lambda file: spoil(file, -1),
+    ],
+    ids=["gone", "cut short", "a byte too short", "length", "enormous length", "header", "last bit"],
+)
+def test_a_shard_that_is_not_what_was_written_is_cut_again(
+    harm: Callable[[Path], Any], reader: AdapterReader, adapter_dir: Path, reads: list[Path]
 ) -> None:
+    manifest = reader.inspect(str(adapter_dir))
+    (first,) = reader.read(manifest)
+    (file,) = Path(manifest.path).glob("*.shard")
+    harm(file)
+    (second,) = reader.read(manifest)
+    assert second.digest() == first.digest()
+    assert reads[1:] == [Path(manifest.path)]
+    reader.inspect(str(adapter_dir))
+    reader.keep(manifest)
+    reader.read(manifest)
+    assert len(reads) == 3, "the inspection has put it there again"
+
+
+def test_a_damaged_copy_is_not_loaded(reader: AdapterReader, adapter_dir: Path) -> None:
+    manifest = reader.inspect(str(adapter_dir))
+    reader.read(manifest)
+    for file in Path(manifest.path).glob("*.shard"):
+        file.unlink()
+    spoil(Path(manifest.path) / "adapter_model.safetensors", -1)
+    with pytest.raises(AdapterRejectedError, match="damaged; load it again"):
+        reader.read(manifest)
+
+
+def test_readers_that_cut_otherwise_share_a_store(arch: Architecture, tmp_path: Path, adapter_dir: Path) -> None:
+    """Each finds its own shards beside the one copy, however often the others add it."""
+    store = tmp_path / "store"
+    readers = [
+        AdapterReader(arch, AdapterStore(store), 64, no_base, 0, tp_size, dtype)
+        for tp_size, dtype in ((1, torch.float32), (1, torch.bfloat16), (2, torch.bfloat16))
+    ]
+    manifests = [reader.inspect(str(adapter_dir)) for reader in readers for _ in range(2)][::2]
+    assert len({manifest.path for manifest in manifests}) == 1
+    shutil.rmtree(adapter_dir)
+    for reader, manifest in zip(readers, manifests, strict=True):
+        cut = reader.read(manifest)
+        stored = reader.read(manifest)
+        assert [shard.digest() for shard in stored] == list(manifest.shard_digests)
+        assert [shard.header for shard in stored] == [shard.header for shard in cut]
+
+
+def test_shards_that_cannot_be_written_do_not_stop_a_load(
+    reader: AdapterReader, adapter_dir: Path, reads: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shard_file, "SUFFIX", "/in_no_directory")
+    manifest = reader.inspect(str(adapter_dir))
+    reader.read(manifest)
+    assert [shard.digest() for shard in reader.read(manifest)] == list(manifest.shard_digests)
+    assert len(reads) == 2
+
+
+def test_values_beyond_the_type_of_the_pages_are_refused_at_once(
+    arch: Architecture, tmp_path: Path, adapter_dir: Path
+) -> None:
+    reader = AdapterReader(arch, AdapterStore(tmp_path / "store"), 64, no_base, 0, 1, torch.float16)
+    set_alpha(adapter_dir, 1e6)
+    with pytest.raises(AdapterRejectedError, match="lora_dtype"):
+        reader.inspect(str(adapter_dir))
+    assert list(reader.store.directory.iterdir()) == []
+
+
+def test_only_the_last_inspections_are_kept_in_memory(reader: AdapterReader, adapter_dir: Path) -> None:
     manifests = []
     for alpha in (1, 2, 3):
         set_alpha(adapter_dir, alpha)
         manifests.append(reader.inspect(str(adapter_dir)))
-    for manifest in manifests:
-        reader.read(manifest)
-    assert reads[3:] == [Path(manifests[0].path)]
+    kept = [reader.keep(manifest) is not None for manifest in manifests]
+    assert kept == [False, True, True]
 
 
 def test_a_manifest_can_be_read_when_the_source_is_gone(
@@ -135,7 +217,8 @@ def test_a_manifest_can_be_read_when_the_source_is_gone(
     manifest = reader.inspect(str(adapter_dir))
     shutil.rmtree(adapter_dir)
     elsewhere = AdapterReader(arch, AdapterStore(reader.store.directory), 64, no_base)
-    assert set(elsewhere.read(manifest).modules) == {(1, "self_attn.q_proj"), (1, "mlp.down_proj")}
+    (shard,) = elsewhere.read(manifest)
+    assert [entry[:2] for entry in shard.entries] == [(1, "self_attn.q_proj"), (1, "mlp.down_proj")]
 
 
 def test_a_new_content_at_the_same_path_is_a_new_version(reader: AdapterReader, adapter_dir: Path) -> None:
@@ -143,8 +226,9 @@ def test_a_new_content_at_the_same_path_is_a_new_version(reader: AdapterReader, 
     set_alpha(adapter_dir, 16)
     new = reader.inspect(str(adapter_dir))
     assert old.version != new.version
-    module = (1, "self_attn.q_proj")
-    assert torch.equal(reader.read(new).modules[module].lora_b, 2 * reader.read(old).modules[module].lora_b)
+    (new_shard,), (old_shard,) = reader.read(new), reader.read(old)
+    entry = old_shard.entries[0]
+    assert torch.equal(new_shard.lora_b_t(entry), 2 * old_shard.lora_b_t(entry))
 
 
 def test_of_a_content_that_is_known_a_copy_does_though_the_source_has_changed(
@@ -227,9 +311,9 @@ def test_an_unknown_path_is_not_found(source: str, reader: AdapterReader) -> Non
 
 
 def test_threads_may_share_a_reader(reader: AdapterReader, adapter_dir: Path) -> None:
-    def load(_: int) -> AdapterWeights:
+    def load(_: int) -> Shards:
         return reader.read(reader.inspect(str(adapter_dir)))
 
     with ThreadPoolExecutor(4) as pool:
         loaded = list(pool.map(load, range(12)))
-    assert all(len(weights.modules) == 2 for weights in loaded)
+    assert all(len(shard.entries) == 2 for (shard,) in loaded)

@@ -203,14 +203,27 @@ def test_a_full_disk_is_a_lack_of_capacity(
 def test_what_the_check_refuses_leaves_nothing_behind(store: AdapterStore, adapter_dir: Path) -> None:
     seen = []
 
-    def check(copy: Path) -> None:
-        seen.append(sorted(file.name for file in copy.iterdir()))
+    def check(copy: Path, version: str) -> None:
+        seen.append((version, sorted(file.name for file in copy.iterdir())))
         raise AdapterRejectedError("no", "r")
 
     with pytest.raises(AdapterRejectedError):
         store.add(adapter_dir, check)
-    assert seen == [[CONFIG, WEIGHTS]]
     assert list(store.directory.iterdir()) == []
+    assert seen == [(store.add(adapter_dir).name, [CONFIG, WEIGHTS])]
+
+
+def test_what_the_check_puts_beside_a_copy_also_comes_to_one_that_is_there(
+    store: AdapterStore, adapter_dir: Path
+) -> None:
+    def leave(name: str, text: str) -> Path:
+        return store.add(adapter_dir, lambda copy, _: (copy / name).write_text(text) and None)
+
+    copy = leave("first", "damaged")
+    assert {leave("first", "whole"), leave("second", "another")} == {copy}
+    assert {file.name for file in copy.iterdir()} == {CONFIG, WEIGHTS, "first", "second"}
+    assert (copy / "first").read_text() == "whole"
+    assert list(store.directory.iterdir()) == [copy]
 
 
 @pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
