@@ -45,6 +45,8 @@ class Backend:
     """torch.distributed's name for the library that joins the ranks."""
     gathers_to_all = False
     """Whether that library lacks a gather to one rank."""
+    captures = False
+    """Whether `capture` saves launches."""
     mixes_dtypes = True
     """Whether `add_lora_` takes pages of another type than the activations."""
 
@@ -70,6 +72,14 @@ class Backend:
     def place(self, step: Tables) -> Tables:
         """Bring a step's tables from the host to the device, as this backend's operators want them."""
         return step if self.device.type == "cpu" else step.to(self.device)
+
+    def capture(self, step: Tables, forward: Callable[[Tables], Tensor]) -> Callable[[Tables], Tensor]:
+        """Record what `forward` launches for a decode step; called with another of that shape, the result runs it again.
+
+        Both steps are on the host, and of one row a sequence; those with segments have them for every linear. What the
+        result returns holds until any captured step runs next.
+        """
+        return lambda other: forward(self.place(other))
 
     def linear(self, weight: Tensor, bias: Tensor | None, tied: bool = False) -> Linear:
         """Prepare a linear layer; weight [out_features, in_features]. Only a `tied` one is asked for rows."""

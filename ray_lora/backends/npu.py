@@ -7,10 +7,14 @@ Choices, and their reasons (nothing here has been timed on a device):
 - Weights of a half type are stored in blocks of 16 x 16 (NZ), in the order in which the cube cores take them.
 - An all-reduce stands alone. `npu_mm_all_reduce_base` would hide some of it behind the product, but LoRA's delta has to
   join the partial sum between the two, its manual excludes decode steps, and it needs a full mesh of HCCS links.
+- A captured decode step is one launch, but for attention: it takes lengths as lists on the host, so torch_npu's
+  `NPUGraph.update` calls every layer's attention again, on a stream of its own, and the graph waits for each. The graph
+  is started first, so that the host runs ahead of it.
 - LoRA has no stream of its own. Shrink beside the base's product would send S, which the kernel keeps on the chip,
   through memory, in one launch more; and a decode step waits for memory in both products, which share it.
 """
 
+from collections.abc import Callable
 from dataclasses import fields, replace
 
 import torch
@@ -26,6 +30,7 @@ from ray_lora.backends.npu_tables import (
     put_plan,
     table_capacities,
 )
+from ray_lora.backends.lora_plan import LoraPlan, padded_plan
 from ray_lora.backends.triton_lora import TritonLora
 from ray_lora.errors import ConfigError
 from ray_lora.ops.attention import AttentionTables
@@ -47,6 +52,7 @@ class NPUBackend(Backend):
     name = "npu"
     collective = "hccl"
     gathers_to_all = True  # torch_npu's gather is an all-gather after two broadcasts of pickled shapes
+    captures = True
     mixes_dtypes = False
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
     """What attention accepts."""
@@ -57,7 +63,7 @@ class NPUBackend(Backend):
         self._lora = TritonLora("npu", decode_programs=vector_cores, prefill_programs=cube_cores)
         self._mask = torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.int8, device=self.device).triu_(1)
         self._static: StaticTables | None = None
-        self._dtype = torch.bfloat16
+        self._graph_pool: object = None
 
     def open_device(self) -> tuple[int, int]:
         """Make the device ready; the numbers of its cube cores and vector cores."""
@@ -81,35 +87,64 @@ class NPUBackend(Backend):
 
     def reserve(self, limits: StepLimits, dtype: torch.dtype) -> None:
         self._static = StaticTables(table_capacities(limits), self.device, self.copy_event())
-        self._dtype = dtype
+        angles = (2, limits.max_tokens, 2, limits.head_dim // 2)
+        self._cos, self._sin = torch.zeros(angles, dtype=dtype, device=self.device)
+        self._max_pages = 1 << max(0, limits.max_adapter_pages - 1).bit_length()
         self._lora.compile(limits.max_adapter_pages, dtype, self.device)
 
     def place(self, step: Tables) -> Tables:
         """Cut the step's segments into tiles, send all tables, and look up each row's rotary angles once."""
+        return self._place(step, lambda plan: plan)
+
+    def capture(self, step: Tables, forward: Callable[[Tables], Tensor]) -> Callable[[Tables], Tensor]:
+        def place(other: Tables) -> Tables:
+            num_rows = len(other.token_ids)
+            return self._place(other, lambda plan: padded_plan(plan, num_rows, self._max_pages))
+
+        def replay(other: Tables) -> Tensor:
+            tables = place(other).tables
+            assert isinstance(tables, NPUAttentionTables)
+            lengths = {"actual_seq_lengths": tables.query_ends, "actual_seq_lengths_kv": tables.context_lens_host}
+            graph.replay()
+            graph.update(cpu_update_input=[lengths])
+            return hidden
+
+        placed = place(step)
+        forward(placed)  # what is made at first use, a communicator's buffers say, cannot be made within a capture
+        if self._graph_pool is None:
+            self._graph_pool = torch_npu.npu.graph_pool_handle()  # one for all graphs, as they run one at a time
+        graph = torch_npu.npu.NPUGraph()
+        with torch_npu.npu.graph(graph, pool=self._graph_pool, auto_dispatch_capture=True):
+            hidden = forward(placed)
+        return replay
+
+    def _place(self, step: Tables, shaped: Callable[[LoraPlan], LoraPlan]) -> Tables:
         static, tables = self._static, step.tables
         assert static is not None, "reserve comes first"
         starts = tables.query_starts.tolist()
         static.begin()
         token_ids = static.put("token_ids", step.token_ids)
         sent = {field.name: static.put(field.name, getattr(tables, field.name)) for field in fields(AttentionTables)}
-        planned: dict[int, NPUSegments] = {}
-        for part in step.segments.values():
-            if id(part) not in planned:
-                plan = put_plan(static, len(planned), self._lora.plan(part, starts))
-                planned[id(part)] = NPUSegments(part.rows, part.row_starts, part.pages, part.page_starts, plan)
+        plans: dict[int, LoraPlan] = {}
+        segments: dict[str, NPUSegments] = {}
+        for linear, part in step.segments.items():
+            if id(part) not in plans:
+                plans[id(part)] = shaped(self._lora.plan(part, starts))
+            plan = put_plan(static, linear, plans[id(part)])
+            segments[linear] = NPUSegments(part.rows, part.row_starts, part.pages, part.page_starts, plan)
         static.send()
         placed = NPUAttentionTables(
             **sent,
             query_ends=tuple(starts[1:]),
             context_lens_host=tuple(tables.context_lens.tolist()),
-            cos=self._angles(step.cos, sent["positions"]),
-            sin=self._angles(step.sin, sent["positions"]),
+            cos=_place_angles(self._cos, step.cos, sent["positions"]),
+            sin=_place_angles(self._sin, step.sin, sent["positions"]),
         )
         return replace(
             step,
             token_ids=token_ids,
             tables=placed,
-            segments={name: planned[id(part)] for name, part in step.segments.items()},
+            segments=segments,
             outputs=moved(step.outputs, self.device),
         )
 
@@ -216,7 +251,16 @@ class NPUBackend(Backend):
         assert isinstance(segments, NPUSegments), "place comes first"
         self._lora.add_lora_(y, x, pool_a, pool_b, slices, segments.plan)
 
-    def _angles(self, table: Tensor, positions: Tensor) -> Tensor:
-        """Rows of a table [max_positions, head_dim / 2], twice side by side: [1, num_tokens, 1, head_dim]."""
-        rows = table.index_select(0, positions).to(self._dtype)
-        return torch.cat((rows, rows), dim=-1).view(1, len(positions), 1, -1)
+
+def _place_angles(place: Tensor, table: Tensor, positions: Tensor) -> Tensor:
+    """Rows of a table [max_positions, head_dim / 2], twice side by side, where captured steps look for them.
+
+    Args:
+        place: [max_tokens, 2, head_dim / 2].
+
+    Returns:
+        [1, num_tokens, 1, head_dim], the beginning of `place`.
+    """
+    placed = place[: len(positions)]
+    placed.copy_(table.index_select(0, positions).unsqueeze(1))
+    return placed.view(1, len(positions), 1, -1)

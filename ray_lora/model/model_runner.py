@@ -21,6 +21,7 @@ from ray_lora.model.llama import Decoder
 from ray_lora.model.memory_plan import kv_cache_bytes
 from ray_lora.model.rotary import RotaryTables
 from ray_lora.model.sampler import Sampler, token_logprobs
+from ray_lora.model.step_graphs import StepGraphs, num_padding_blocks
 from ray_lora.model.tensor_parallel import TensorParallel
 from ray_lora.model.unpaged_part import Members, UnpagedPart, group_rows
 from ray_lora.ops.step_tables import StepLimits
@@ -49,7 +50,9 @@ class ModelRunner:
         self._backend = backend
         self._block_size = config.block_size
         self._rotary = RotaryTables(arch, self.info.max_model_len, backend.device)
-        cache = KVCache(arch, parallel.size, self.info.num_kv_blocks, config.block_size, dtype, backend)
+        graph_sizes = config.graph_sizes if backend.captures else ()
+        num_blocks = self.info.num_kv_blocks + num_padding_blocks(graph_sizes, config.block_size)
+        cache = KVCache(arch, parallel.size, num_blocks, config.block_size, dtype, backend)
         self._pool = (
             AdapterPool(
                 arch,
@@ -67,7 +70,12 @@ class ModelRunner:
         self.open_checkpoint = partial(Checkpoint, config.model_path, arch, dtype)
         self._decoder = Decoder(arch, self.open_checkpoint(), cache, self._pool, parallel, backend)
         backend.release_unused_memory()
-        backend.reserve(step_limits(config, arch, self.info), dtype)
+        limits = step_limits(config, arch, self.info)
+        backend.reserve(limits, dtype)
+        self._graphs = StepGraphs(
+            graph_sizes, limits, config.block_size, self.info.num_kv_blocks, backend, self._decoder.forward
+        )
+        self._graphs.capture(self._rotary.cos, self._rotary.sin)
         self._sampler = Sampler()
         self._staged: dict[str, AdapterShard] = {}
         self._fused_modules: dict[str, frozenset[str]] = {}
@@ -96,8 +104,11 @@ class ModelRunner:
             self._unpaged,
             self._backend.device,
         )
-        batch = self._backend.place(batch)
-        return self._finish(plan, batch, self._decoder.forward(batch))
+        hidden = self._graphs.run(batch)
+        if hidden is None:
+            batch = self._backend.place(batch)
+            hidden = self._decoder.forward(batch)
+        return self._finish(plan, batch, hidden)
 
     def _meet(self, plan: StepPlan) -> StepResult | None:
         """Sum a one over the ranks, on their devices."""
@@ -126,14 +137,15 @@ class ModelRunner:
         return frozenset(self._staged)
 
     def _finish(self, plan: StepPlan, batch: Batch, hidden: Tensor) -> StepResult | None:
-        last_rows = (batch.tables.query_starts[1:] - 1).long()
+        one_row_each = len(hidden) == len(plan.sequences)
+        last = hidden if one_row_each else hidden[(batch.tables.query_starts[1:] - 1).long()]
         sampling = [index for index, sequence in enumerate(plan.sequences) if sequence.sample]
         prompt_logprobs = self._prompt_logprobs(plan, batch, hidden)
         sampled: tuple[SampledToken, ...] = ()
         if sampling:
-            rows = last_rows if len(sampling) == len(plan.sequences) else last_rows[sampling]
+            rows = last if len(sampling) == len(plan.sequences) else last[sampling]
             logits = self._decoder.logits(
-                hidden[rows], self._members(plan.version_of(plan.sequences[index]) for index in sampling)
+                rows, self._members(plan.version_of(plan.sequences[index]) for index in sampling)
             )
             if logits is not None:
                 sampled = self._sampler.sample([plan.sequences[index] for index in sampling], logits)
@@ -187,11 +199,12 @@ def resolve_dtype(name: str, arch: Architecture, backend: Backend) -> torch.dtyp
 def step_limits(config: EngineConfig, arch: Architecture, info: ModelInfo) -> StepLimits:
     return StepLimits(
         max_tokens=config.max_num_batched_tokens,
-        max_sequences=min(config.max_num_seqs, config.max_num_batched_tokens),
+        max_sequences=config.max_step_seqs,
         max_blocks=-(-info.max_model_len // config.block_size),
         max_pages=config.num_lora_pages,
         max_adapter_pages=min(config.num_lora_pages, num_pages(config.max_lora_rank)),
-        max_linears=len(arch.fused_linears),
+        linears=tuple(fused.name for fused in arch.fused_linears),
+        head_dim=arch.head_dim,
     )
 
 
