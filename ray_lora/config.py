@@ -83,8 +83,8 @@ class EngineConfig(BaseModel):
     the collectives' buffers have the rest. No matter on a CPU."""
     enable_prefix_caching: bool = True
     enforce_eager: bool = False
-    """Launch every operator of every step. Otherwise a device that captures graphs (an NPU) captures decode steps at the
-    start; no matter on a CPU."""
+    """Launch every operator of every step. Otherwise decode steps are captured as graphs at the start, where the device
+    can (an NPU); no matter on a CPU."""
     cudagraph_capture_sizes: tuple[int, ...] | None = None
     """Requests in a captured decode step; one with fewer is padded to the next size, one with more is not captured. By
     default 1, 2, 4, multiples of 8 to 256 and of 16 from there, up to `max_num_seqs`."""

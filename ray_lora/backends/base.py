@@ -66,6 +66,15 @@ class Backend:
     def enter_thread(self) -> None:
         """Called first in the thread that executes steps, which may not be the one that made this backend."""
 
+    def check_model(
+        self, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype
+    ) -> None:
+        """Called before anything is loaded, with the heads of one rank.
+
+        Raises:
+            ConfigError: this backend's attention does not take them, or such blocks, or that type.
+        """
+
     def reserve(self, limits: StepLimits, dtype: torch.dtype) -> None:
         """Get ready for any step within `limits`, with activations of that type."""
 
@@ -74,7 +83,7 @@ class Backend:
         return step if self.device.type == "cpu" else step.to(self.device)
 
     def capture(self, step: Tables, forward: Callable[[Tables], Tensor]) -> Callable[[Tables], Tensor]:
-        """Record what `forward` launches for a decode step; called with another of that shape, the result runs it again.
+        """Record what `forward` launches for a decode step; the result, given another of that shape, runs it again.
 
         Both steps are on the host, and of one row a sequence; those with segments have them for every linear. What the
         result returns holds until any captured step runs next.

@@ -22,6 +22,7 @@ import torch_npu
 from torch import Tensor
 
 from ray_lora.backends.base import Backend, Linear, Tables
+from ray_lora.backends.lora_plan import LoraPlan, padded_plan
 from ray_lora.backends.npu_tables import (
     CopyEvent,
     NPUAttentionTables,
@@ -30,7 +31,6 @@ from ray_lora.backends.npu_tables import (
     put_plan,
     table_capacities,
 )
-from ray_lora.backends.lora_plan import LoraPlan, padded_plan
 from ray_lora.backends.triton_lora import TritonLora
 from ray_lora.errors import ConfigError
 from ray_lora.ops.attention import AttentionTables
@@ -44,6 +44,8 @@ CAUSAL, BAND = 3, 4
 MASK_SIZE = 2048
 """Side of the triangle that attention wants in either mode, whatever the lengths."""
 UNBOUNDED = 2**31 - 1
+MAX_SEQUENCES = 4096
+"""Lengths that attention takes in one call."""
 
 
 class NPUBackend(Backend):
@@ -85,7 +87,29 @@ class NPUBackend(Backend):
         event: CopyEvent = torch_npu.npu.Event()
         return event
 
+    def check_model(
+        self, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype
+    ) -> None:
+        """What CANN's manual says of `npu_fused_infer_attention_score` in layout TND with a block table."""
+        if dtype not in self.dtypes:
+            names = " or ".join(str(known).removeprefix("torch.") for known in self.dtypes)
+            raise ConfigError(f"dtype {str(dtype).removeprefix('torch.')} is not served on an NPU; give {names}")
+        if block_size % 16 or block_size > 128:
+            raise ConfigError(f"block_size {block_size}: an NPU needs a multiple of 16, 128 at most; 128 is best")
+        if head_dim not in (64, 128) and (num_heads == num_kv_heads or head_dim % 16 or head_dim > 256):
+            raise ConfigError(
+                f"model: head_dim {head_dim} in config.json is not served on an NPU, whose attention takes 64 and 128, "
+                "and multiples of 16 up to 256 where num_key_value_heads is less than num_attention_heads"
+            )
+        if num_heads > 256 or num_kv_heads * head_dim > 65535:
+            raise ConfigError(
+                f"model: {num_heads} heads and {num_kv_heads} KV heads of {head_dim} on one NPU, whose attention takes "
+                "256 heads, and 65535 numbers of a token's keys; raise tensor_parallel_size"
+            )
+
     def reserve(self, limits: StepLimits, dtype: torch.dtype) -> None:
+        if limits.max_sequences > MAX_SEQUENCES:
+            raise ConfigError(f"max_num_seqs {limits.max_sequences}: an NPU's attention takes {MAX_SEQUENCES} at most")
         self._static = StaticTables(table_capacities(limits), self.device, self.copy_event())
         angles = (2, limits.max_tokens, 2, limits.head_dim // 2)
         self._cos, self._sin = torch.zeros(angles, dtype=dtype, device=self.device)
@@ -161,16 +185,7 @@ class NPUBackend(Backend):
     def allocate_kv_cache(
         self, num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values, each [num_blocks, block_size, num_kv_heads, head_dim].
-
-        Raises:
-            ConfigError: attention does not take blocks of that size, or that type.
-        """
-        if block_size % 16:
-            raise ConfigError(f"block_size {block_size} is not a multiple of 16, as an NPU needs it; 128 is best")
-        if dtype not in self.dtypes:
-            names = " or ".join(str(known).removeprefix("torch.") for known in self.dtypes)
-            raise ConfigError(f"dtype {str(dtype).removeprefix('torch.')} is not served on an NPU; give {names}")
+        """Keys and values, each [num_blocks, block_size, num_kv_heads, head_dim]."""
         shape = (num_blocks, block_size, num_kv_heads, head_dim)
         return torch.zeros(shape, dtype=dtype, device=self.device), torch.zeros(shape, dtype=dtype, device=self.device)
 

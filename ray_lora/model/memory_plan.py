@@ -1,4 +1,4 @@
-"""How a rank's memory is shared out before anything is loaded: weights, adapter pages, graphs, and a KV cache of the rest."""
+"""How a rank's memory is shared out before anything is loaded: weights, adapters, graphs, and a KV cache."""
 
 import torch
 
@@ -40,7 +40,7 @@ def kv_cache_bytes(
     if left <= 0:
         raise ConfigError(
             f"gpu_memory_utilization {config.gpu_memory_utilization}: of {total} bytes {total - free} are in use, and "
-            f"the weights' {weights}, the adapter pages' {pages} and the captured steps' {graphs} leave no room for a KV "
+            f"the weights' {weights}, the adapter pages' {pages} and the graphs' {graphs} leave no room for a KV "
             "cache; lower max_loras or max_lora_rank, or raise tensor_parallel_size"
         )
     return left

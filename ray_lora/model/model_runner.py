@@ -16,7 +16,7 @@ from ray_lora.errors import ConfigError, EngineDeadError
 from ray_lora.model.adapter_pool import AdapterPool, page_bytes
 from ray_lora.model.batch import Batch, build_batch
 from ray_lora.model.checkpoint import Checkpoint
-from ray_lora.model.kv_cache import KVCache, block_bytes
+from ray_lora.model.kv_cache import KVCache, block_bytes, local_kv_heads
 from ray_lora.model.llama import Decoder
 from ray_lora.model.memory_plan import kv_cache_bytes
 from ray_lora.model.rotary import RotaryTables
@@ -44,6 +44,8 @@ class ModelRunner:
             raise ConfigError(
                 f"lora_dtype {config.lora_dtype}: on {backend.name} it must be that of the model, {dtype}"
             )
+        heads = arch.num_heads // parallel.size, local_kv_heads(arch, parallel.size), arch.head_dim
+        backend.check_model(*heads, config.block_size, dtype)
         kv_bytes = kv_cache_bytes(config, arch, parallel, dtype, self.adapter_dtype, backend)
         self.info = model_info(config, arch, parallel.size, dtype, self.adapter_dtype, kv_bytes)
         self._parallel = parallel

@@ -1,4 +1,4 @@
-"""Decode steps as captured graphs: a step is padded with rows that nobody asked for to one of a few sizes, and replayed.
+"""Decode steps as captured graphs: each is padded with rows that nobody asked for, to one of a few sizes, and replayed.
 
 A padding row is a sequence of one token at position 0, of the base model. Its KV goes to blocks that no request can
 have, so it touches no row and no cache but its own.

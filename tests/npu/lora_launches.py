@@ -49,8 +49,8 @@ class Kernel:
 
     def _run(self, y: Pointer, x: Pointer, pool_a: Pointer, pool_b: Pointer, slices: Pointer, *rest: Any) -> None:
         (rows,) = rest[:1] if self._has_rows else (None,)
-        tiles, pages, stride_y, stride_x, in_features, out_features, num_slices, num_work, *limits = rest[self._has_rows :]
-        max_rows, max_pages = limits[:2]
+        tiles, pages, *sizes = rest[self._has_rows :]
+        stride_y, stride_x, in_features, out_features, num_slices, num_work, max_rows, max_pages, *_ = sizes
         table = tiles.table(num_work // num_slices * 4)
         for first, last, first_page, last_page in zip(*[iter(table)] * 4, strict=True):
             assert last - first <= max_rows

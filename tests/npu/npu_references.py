@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 import torch_npu
-from torch import Tensor
-
 from lora_launches import LaunchedLora
 from recorded_graphs import install, update_recorded
+from torch import Tensor
 
 from ray_lora.backends.npu import NPUBackend
 

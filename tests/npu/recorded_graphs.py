@@ -2,7 +2,7 @@
 
 A replay calls the recorded operators again, in order, on the recorded tensors: no Python of the model runs, and what
 was a number, a list or another tensor at the capture stays so, as on the device. What torch_npu adds to a capture in
-Python runs as it is: its dispatch mode, its handler for attention, and `update`. A replay stops at an event that was not
+Python runs as it is: its dispatch mode, its handler for attention, and `update`. A replay stops at an event that is not
 recorded yet, and goes on when it is.
 """
 
@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-import torch
 import torch_npu
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -35,7 +35,13 @@ __all__ = [
 ]
 
 LIMITS = StepLimits(
-    max_tokens=512, max_sequences=16, max_blocks=64, max_pages=8, max_adapter_pages=0, linears=("a", "b", "c"), head_dim=16
+    max_tokens=512,
+    max_sequences=16,
+    max_blocks=64,
+    max_pages=8,
+    max_adapter_pages=0,
+    linears=("a", "b", "c"),
+    head_dim=16,
 )
 NONE = torch.zeros(0)
 
@@ -166,11 +172,25 @@ def test_weights_of_a_half_type_are_stored_in_blocks(
 
 def test_what_attention_does_not_take_is_refused_by_name() -> None:
     backend = NPUOnCPU()
-    with pytest.raises(ConfigError, match="block_size 24"):
-        backend.allocate_kv_cache(4, 2, 24, 16, torch.bfloat16)
     backend.dtypes = NPUBackend.dtypes
-    with pytest.raises(ConfigError, match="dtype float32 is not served on an NPU; give bfloat16 or float16"):
-        backend.allocate_kv_cache(4, 2, 16, 16, torch.float32)
+    for heads in ((32, 32, 64), (32, 32, 128), (8, 2, 80), (8, 1, 256), (256, 8, 256)):
+        backend.check_model(*heads, 128, torch.bfloat16)
+    refused = {
+        (8, 2, 128, 24, torch.bfloat16): "block_size 24: an NPU needs a multiple of 16",
+        (8, 2, 128, 256, torch.bfloat16): "block_size 256",
+        (8, 2, 128, 16, torch.float32): "dtype float32 is not served on an NPU; give bfloat16 or float16",
+        (32, 32, 80, 128, torch.float16): "head_dim 80 in config.json",
+        (32, 32, 192, 128, torch.float16): "head_dim 192 in config.json",
+        (32, 8, 100, 128, torch.float16): "head_dim 100 in config.json",
+        (32, 8, 512, 128, torch.float16): "head_dim 512 in config.json",
+        (257, 1, 128, 128, torch.float16): "257 heads .* raise tensor_parallel_size",
+        (256, 256, 256, 128, torch.float16): "65535 numbers of a token's keys",
+    }
+    for arguments, message in refused.items():
+        with pytest.raises(ConfigError, match=message):
+            backend.check_model(*arguments)
+    with pytest.raises(ConfigError, match="max_num_seqs 4097"):
+        backend.reserve(replace(LIMITS, max_sequences=4097), torch.bfloat16)
 
 
 def test_lora_tables_of_several_linears_do_not_share_places() -> None:
