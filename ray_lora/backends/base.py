@@ -1,7 +1,9 @@
 """What the model needs from a device. Here is the reference of everything; a device overrides what it does better."""
 
 from collections.abc import Callable
-from typing import TypeVar
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,6 +39,23 @@ class Linear:
         return torch.nn.functional.embedding(ids, self.weight)
 
 
+class Stream(Protocol):
+    """A device's queue of work, which it does in order; torch's streams are such."""
+
+    def record_event(self) -> Any: ...
+    def wait_event(self, event: Any) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Streams:
+    """Two queues of a device, that of the steps and one for copies beside them."""
+
+    steps: Stream
+    copies: Stream
+    within: Callable[[Stream], AbstractContextManager[Any]]
+    """Where work is queued meanwhile; at other times it is with the steps."""
+
+
 class Backend:
     """The references of `ops/` on any torch device: slow, and the truth that other backends are compared with."""
 
@@ -62,6 +81,14 @@ class Backend:
     def device_memory(self) -> tuple[int, int] | None:
         """Bytes of the device that are free, and all of them; None where caches are not sized by the device."""
         return None
+
+    def streams(self) -> Streams | None:
+        """None where a copy to the device is done when the call returns."""
+        return None
+
+    def pinned(self, x: Tensor) -> Tensor:
+        """A tensor in host memory from which copies to the device do not keep the host; may be `x`. From any thread."""
+        return x
 
     def enter_thread(self) -> None:
         """Called first in the thread that executes steps, which may not be the one that made this backend."""

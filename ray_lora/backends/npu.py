@@ -21,7 +21,7 @@ import torch
 import torch_npu
 from torch import Tensor
 
-from ray_lora.backends.base import Backend, Linear, Tables
+from ray_lora.backends.base import Backend, Linear, Streams, Tables
 from ray_lora.backends.lora_plan import LoraPlan, padded_plan
 from ray_lora.backends.npu_tables import (
     CopyEvent,
@@ -82,6 +82,13 @@ class NPUBackend(Backend):
         free, total = torch_npu.npu.mem_get_info()
         return free, total
 
+    def streams(self) -> Streams | None:
+        return Streams(torch_npu.npu.default_stream(), torch_npu.npu.Stream(), torch_npu.npu.stream)
+
+    def pinned(self, x: Tensor) -> Tensor:
+        self.enter_thread()
+        return x.pin_memory()
+
     def copy_event(self) -> CopyEvent | None:
         """See `StaticTables`."""
         event: CopyEvent = torch_npu.npu.Event()
@@ -101,11 +108,8 @@ class NPUBackend(Backend):
                 f"model: head_dim {head_dim} in config.json is not served on an NPU, whose attention takes 64 and 128, "
                 "and multiples of 16 up to 256 where num_key_value_heads is less than num_attention_heads"
             )
-        if num_heads > 256 or num_kv_heads * head_dim > 65535:
-            raise ConfigError(
-                f"model: {num_heads} heads and {num_kv_heads} KV heads of {head_dim} on one NPU, whose attention takes "
-                "256 heads, and 65535 numbers of a token's keys; raise tensor_parallel_size"
-            )
+        if num_heads > 256:
+            raise ConfigError(f"model: {num_heads} heads on one NPU, which takes 256; raise tensor_parallel_size")
 
     def reserve(self, limits: StepLimits, dtype: torch.dtype) -> None:
         if limits.max_sequences > MAX_SEQUENCES:

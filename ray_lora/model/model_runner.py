@@ -1,6 +1,7 @@
 """One rank: its part of the model, its caches, and the execution of plans."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
@@ -13,6 +14,7 @@ from ray_lora.architecture import Architecture, read_architecture
 from ray_lora.backends.base import Backend
 from ray_lora.config import EngineConfig
 from ray_lora.errors import ConfigError, EngineDeadError
+from ray_lora.model.adapter_copies import AdapterCopies
 from ray_lora.model.adapter_pool import AdapterPool, page_bytes
 from ray_lora.model.batch import Batch, build_batch
 from ray_lora.model.checkpoint import Checkpoint
@@ -79,6 +81,7 @@ class ModelRunner:
         )
         self._graphs.capture(self._rotary.cos, self._rotary.sin)
         self._sampler = Sampler()
+        self._copies = AdapterCopies(self._pool, backend.streams()) if self._pool is not None else None
         self._staged: dict[str, AdapterShard] = {}
         self._fused_modules: dict[str, frozenset[str]] = {}
         self._output_modules: dict[str, frozenset[str]] = {}
@@ -92,8 +95,10 @@ class ModelRunner:
         for start in plan.starts:
             self._sampler.start(start)
         for adapter in plan.page_ins:
-            assert self._pool is not None, "a plan pages in an adapter, but LoRA is off"
-            self._pool.write(adapter, self._staged[adapter.version])
+            assert self._copies is not None, "a plan pages in an adapter, but LoRA is off"
+            self._copies.page_in(adapter, self._staged[adapter.version])
+        if self._copies is not None:
+            self._copies.wait_for(adapter.version for adapter in plan.adapters)
         if not plan.sequences:
             return self._meet(plan)
         batch = build_batch(
@@ -124,15 +129,16 @@ class ModelRunner:
         self._fused_modules[shard.version] = shard.fused_modules(self.arch)
         if shard.outputs:
             self._output_modules[shard.version] = shard.output_modules(self.arch)
-        self._staged[shard.version] = shard
+        self._staged[shard.version] = replace(shard, payload=self._backend.pinned(shard.payload))
 
     def drop(self, version: str) -> None:
         """Free a staged adapter, if there is one of that version."""
         self._staged.pop(version, None)
         self._fused_modules.pop(version, None)
         self._output_modules.pop(version, None)
-        if self._pool is not None:
+        if self._pool is not None and self._copies is not None:
             self._pool.forget(version)
+            self._copies.forget(version)
 
     @property
     def staged_versions(self) -> frozenset[str]:

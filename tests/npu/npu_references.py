@@ -49,6 +49,12 @@ class NPUOnCPU(NPUBackend):
     def copy_event(self) -> None:
         return None
 
+    def streams(self) -> None:
+        return None
+
+    def pinned(self, x: Tensor) -> Tensor:
+        return x
+
 
 def reference(function: Any) -> Any:
     """Register a function for the operator of its name."""
