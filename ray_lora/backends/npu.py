@@ -8,8 +8,9 @@ Choices, and their reasons (nothing here has been timed on a device):
 - An all-reduce stands alone. `npu_mm_all_reduce_base` would hide some of it behind the product, but LoRA's delta has to
   join the partial sum between the two, its manual excludes decode steps, and it needs a full mesh of HCCS links.
 - A captured decode step is one launch, but for attention: it takes lengths as lists on the host, so torch_npu's
-  `NPUGraph.update` calls every layer's attention again, on a stream of its own, and the graph waits for each. The graph
-  is started first, so that the host runs ahead of it.
+  `NPUGraph.update` calls every layer's attention again, on a stream of its own, and the graph waits for each. It is
+  started first, so that these calls are made while it runs. A capture sees the LoRA kernels too, for triton-ascend
+  launches them, unless told otherwise, through torch_npu's queue of operators.
 - LoRA has no stream of its own. Shrink beside the base's product would send S, which the kernel keeps on the chip,
   through memory, in one launch more; and a decode step waits for memory in both products, which share it.
 """
@@ -122,22 +123,18 @@ class NPUBackend(Backend):
 
     def place(self, step: Tables) -> Tables:
         """Cut the step's segments into tiles, send all tables, and look up each row's rotary angles once."""
-        return self._place(step, lambda plan: plan)
+        return self._place(step, is_captured=False)
 
     def capture(self, step: Tables, forward: Callable[[Tables], Tensor]) -> Callable[[Tables], Tensor]:
-        def place(other: Tables) -> Tables:
-            num_rows = len(other.token_ids)
-            return self._place(other, lambda plan: padded_plan(plan, num_rows, self._max_pages))
-
         def replay(other: Tables) -> Tensor:
-            tables = place(other).tables
+            tables = self._place(other, is_captured=True).tables
             assert isinstance(tables, NPUAttentionTables)
             lengths = {"actual_seq_lengths": tables.query_ends, "actual_seq_lengths_kv": tables.context_lens_host}
             graph.replay()
             graph.update(cpu_update_input=[lengths])
             return hidden
 
-        placed = place(step)
+        placed = self._place(step, is_captured=True)
         forward(placed)  # what is made at first use, a communicator's buffers say, cannot be made within a capture
         if self._graph_pool is None:
             self._graph_pool = torch_npu.npu.graph_pool_handle()  # one for all graphs, as they run one at a time
@@ -146,7 +143,7 @@ class NPUBackend(Backend):
             hidden = forward(placed)
         return replay
 
-    def _place(self, step: Tables, shaped: Callable[[LoraPlan], LoraPlan]) -> Tables:
+    def _place(self, step: Tables, is_captured: bool) -> Tables:
         static, tables = self._static, step.tables
         assert static is not None, "reserve comes first"
         starts = tables.query_starts.tolist()
@@ -157,7 +154,8 @@ class NPUBackend(Backend):
         segments: dict[str, NPUSegments] = {}
         for linear, part in step.segments.items():
             if id(part) not in plans:
-                plans[id(part)] = shaped(self._lora.plan(part, starts))
+                plan = self._lora.plan(part, starts)
+                plans[id(part)] = padded_plan(plan, len(starts) - 1, self._max_pages) if is_captured else plan
             plan = put_plan(static, linear, plans[id(part)])
             segments[linear] = NPUSegments(part.rows, part.row_starts, part.pages, part.page_starts, plan)
         static.send()
