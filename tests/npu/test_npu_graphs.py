@@ -115,8 +115,7 @@ def test_three_ranks_replay_their_all_reduces(tmp_path: Path, launched: list[lis
     assert serve(config, ProcessExecutor(config)) == launched
 
 
-def test_what_a_replay_needs_is_not_made_by_a_step(tmp_path: Path, on_cpu: None) -> None:
-    """A captured step sees the new tables by their addresses alone, or its tokens would be those of the capture."""
+def test_every_decode_step_is_a_replay(tmp_path: Path, on_cpu: None) -> None:
     config = configured(tmp_path)
     executor = LocalExecutor(config)
     before = RecordedGraph.num_replays
