@@ -82,6 +82,12 @@ class EngineConfig(BaseModel):
     """Part of a device's memory for weights, adapter pages and KV cache, other processes' included; activations and
     the collectives' buffers have the rest. No matter on a CPU."""
     enable_prefix_caching: bool = True
+    enforce_eager: bool = False
+    """Launch every operator of every step. Otherwise decode steps are captured as graphs at the start, where the device
+    can (an NPU); no matter on a CPU."""
+    cudagraph_capture_sizes: tuple[int, ...] | None = None
+    """Requests in a captured decode step; one with fewer is padded to the next size, one with more is not captured. By
+    default 1, 2, 4, multiples of 8 to 256 and of 16 from there, up to `max_num_seqs`."""
 
     max_loras: int = Field(16, ge=0)
     """Adapters on the device at once; 0 turns LoRA off."""
@@ -188,6 +194,12 @@ class EngineConfig(BaseModel):
                 f"max_lora_pages {self.max_lora_pages} cannot hold one adapter of max_lora_rank {self.max_lora_rank} "
                 f"({num_pages(self.max_lora_rank)} pages of {PAGE_RANK})"
             )
+        sizes = self.cudagraph_capture_sizes or ()
+        if any(not 1 <= size <= self.max_step_seqs for size in sizes):
+            raise ValueError(
+                f"cudagraph_capture_sizes {list(sizes)} are not all within 1 and {self.max_step_seqs}, the "
+                "requests of a step"
+            )
         queue_s, request_s = self.queue_timeout_s, self.request_timeout_s
         if queue_s is not None and request_s is not None and queue_s > request_s:
             raise ValueError(f"queue_timeout_s {queue_s} is more than request_timeout_s {request_s}")
@@ -228,6 +240,22 @@ class EngineConfig(BaseModel):
         if self.max_loras == 0:
             return 0
         return self.max_lora_pages or self.max_loras * num_pages(self.max_lora_rank)
+
+    @property
+    def max_step_seqs(self) -> int:
+        """Requests that one step can have: each has a token at least."""
+        return min(self.max_num_seqs, self.max_num_batched_tokens)
+
+    @property
+    def graph_sizes(self) -> tuple[int, ...]:
+        """Rows of the decode steps that are captured, rising; none if `enforce_eager`."""
+        if self.enforce_eager:
+            return ()
+        if self.cudagraph_capture_sizes is not None:
+            return tuple(sorted(set(self.cudagraph_capture_sizes)))
+        most = self.max_step_seqs
+        usual = (1, 2, 4, *range(8, 257, 8), *range(272, most, 16))
+        return (*(size for size in usual if size < most), most)
 
     @property
     def max_staged_loras(self) -> int:

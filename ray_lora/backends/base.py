@@ -1,7 +1,9 @@
 """What the model needs from a device. Here is the reference of everything; a device overrides what it does better."""
 
 from collections.abc import Callable
-from typing import TypeVar
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,6 +39,23 @@ class Linear:
         return torch.nn.functional.embedding(ids, self.weight)
 
 
+class Stream(Protocol):
+    """A device's queue of work, which it does in order; torch's streams are such."""
+
+    def record_event(self) -> Any: ...
+    def wait_event(self, event: Any) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Streams:
+    """Two queues of a device, that of the steps and one for copies beside them."""
+
+    steps: Stream
+    copies: Stream
+    within: Callable[[Stream], AbstractContextManager[Any]]
+    """Where work is queued meanwhile; at other times it is with the steps."""
+
+
 class Backend:
     """The references of `ops/` on any torch device: slow, and the truth that other backends are compared with."""
 
@@ -45,6 +64,8 @@ class Backend:
     """torch.distributed's name for the library that joins the ranks."""
     gathers_to_all = False
     """Whether that library lacks a gather to one rank."""
+    captures = False
+    """Whether `capture` saves launches."""
     mixes_dtypes = True
     """Whether `add_lora_` takes pages of another type than the activations."""
 
@@ -61,8 +82,25 @@ class Backend:
         """Bytes of the device that are free, and all of them; None where caches are not sized by the device."""
         return None
 
+    def streams(self) -> Streams | None:
+        """None where a copy to the device is done when the call returns."""
+        return None
+
+    def pinned(self, x: Tensor) -> Tensor:
+        """A tensor in host memory from which copies to the device do not keep the host; may be `x`. From any thread."""
+        return x
+
     def enter_thread(self) -> None:
         """Called first in the thread that executes steps, which may not be the one that made this backend."""
+
+    def check_model(
+        self, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype
+    ) -> None:
+        """Called before anything is loaded, with the heads of one rank.
+
+        Raises:
+            ConfigError: this backend's attention does not take them, or such blocks, or that type.
+        """
 
     def reserve(self, limits: StepLimits, dtype: torch.dtype) -> None:
         """Get ready for any step within `limits`, with activations of that type."""
@@ -70,6 +108,14 @@ class Backend:
     def place(self, step: Tables) -> Tables:
         """Bring a step's tables from the host to the device, as this backend's operators want them."""
         return step if self.device.type == "cpu" else step.to(self.device)
+
+    def capture(self, step: Tables, forward: Callable[[Tables], Tensor]) -> Callable[[Tables], Tensor]:
+        """Record what `forward` launches for a decode step; the result, given another of that shape, runs it again.
+
+        Both steps are on the host, and of one row a sequence; those with segments have them for every linear. What the
+        result returns holds until any captured step runs next.
+        """
+        return lambda other: forward(self.place(other))
 
     def linear(self, weight: Tensor, bias: Tensor | None, tied: bool = False) -> Linear:
         """Prepare a linear layer; weight [out_features, in_features]. Only a `tied` one is asked for rows."""

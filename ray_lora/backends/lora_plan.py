@@ -1,7 +1,7 @@
 """How a step's `Segments` are cut into tiles for the Triton kernels: on the host, once per step."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -66,6 +66,22 @@ def plan_lora(segments: Segments, target: TargetBlocks, query_starts: Sequence[i
         int32(decode_rows), int32(decode_tiles), int32(prefill_tiles), segments.pages,
         max_pages, len(decode_tiles), len(prefill_tiles),
     )  # fmt: skip
+
+
+def padded_plan(plan: LoraPlan, num_rows: int, max_pages: int) -> LoraPlan:
+    """A decode step's plan in the one shape that fits all steps of `num_rows` rows: a captured launch keeps its sizes.
+
+    Tiles without rows come last, and no table is empty, for one without entries has no address.
+
+    Args:
+        max_pages: of the largest adapter that any step may have, a power of two.
+    """
+    tiles = plan.decode_tiles.new_zeros(num_rows, 4)
+    tiles[: plan.num_decode_tiles] = plan.decode_tiles.view(-1, 4)
+    rows = plan.rows.new_zeros(num_rows)
+    rows[: len(plan.rows)] = plan.rows
+    pages = plan.pages if len(plan.pages) else plan.pages.new_zeros(1)
+    return replace(plan, rows=rows, decode_tiles=tiles, pages=pages, max_pages=max_pages, num_decode_tiles=num_rows)
 
 
 def _prefill_rows(query_starts: Sequence[int], num_rows: int) -> "np.ndarray[tuple[int], np.dtype[np.bool_]]":

@@ -7,17 +7,23 @@ Choices, and their reasons (nothing here has been timed on a device):
 - Weights of a half type are stored in blocks of 16 x 16 (NZ), in the order in which the cube cores take them.
 - An all-reduce stands alone. `npu_mm_all_reduce_base` would hide some of it behind the product, but LoRA's delta has to
   join the partial sum between the two, its manual excludes decode steps, and it needs a full mesh of HCCS links.
+- A captured decode step is one launch, but for attention: it takes lengths as lists on the host, so torch_npu's
+  `NPUGraph.update` calls every layer's attention again, on a stream of its own, and the graph waits for each. It is
+  started first, so that these calls are made while it runs. A capture sees the LoRA kernels too, for triton-ascend
+  launches them, unless told otherwise, through torch_npu's queue of operators.
 - LoRA has no stream of its own. Shrink beside the base's product would send S, which the kernel keeps on the chip,
   through memory, in one launch more; and a decode step waits for memory in both products, which share it.
 """
 
+from collections.abc import Callable
 from dataclasses import fields, replace
 
 import torch
 import torch_npu
 from torch import Tensor
 
-from ray_lora.backends.base import Backend, Linear, Tables
+from ray_lora.backends.base import Backend, Linear, Streams, Tables
+from ray_lora.backends.lora_plan import LoraPlan, padded_plan
 from ray_lora.backends.npu_tables import (
     CopyEvent,
     NPUAttentionTables,
@@ -39,6 +45,8 @@ CAUSAL, BAND = 3, 4
 MASK_SIZE = 2048
 """Side of the triangle that attention wants in either mode, whatever the lengths."""
 UNBOUNDED = 2**31 - 1
+MAX_SEQUENCES = 4096
+"""Lengths that attention takes in one call."""
 
 
 class NPUBackend(Backend):
@@ -47,6 +55,7 @@ class NPUBackend(Backend):
     name = "npu"
     collective = "hccl"
     gathers_to_all = True  # torch_npu's gather is an all-gather after two broadcasts of pickled shapes
+    captures = True
     mixes_dtypes = False
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
     """What attention accepts."""
@@ -57,7 +66,7 @@ class NPUBackend(Backend):
         self._lora = TritonLora("npu", decode_programs=vector_cores, prefill_programs=cube_cores)
         self._mask = torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.int8, device=self.device).triu_(1)
         self._static: StaticTables | None = None
-        self._dtype = torch.bfloat16
+        self._graph_pool: object = None
 
     def open_device(self) -> tuple[int, int]:
         """Make the device ready; the numbers of its cube cores and vector cores."""
@@ -74,42 +83,94 @@ class NPUBackend(Backend):
         free, total = torch_npu.npu.mem_get_info()
         return free, total
 
+    def streams(self) -> Streams | None:
+        return Streams(torch_npu.npu.default_stream(), torch_npu.npu.Stream(), torch_npu.npu.stream)
+
+    def pinned(self, x: Tensor) -> Tensor:
+        self.enter_thread()
+        return x.pin_memory()
+
     def copy_event(self) -> CopyEvent | None:
         """See `StaticTables`."""
         event: CopyEvent = torch_npu.npu.Event()
         return event
 
+    def check_model(
+        self, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype
+    ) -> None:
+        """What CANN's manual says of `npu_fused_infer_attention_score` in layout TND with a block table."""
+        if dtype not in self.dtypes:
+            names = " or ".join(str(known).removeprefix("torch.") for known in self.dtypes)
+            raise ConfigError(f"dtype {str(dtype).removeprefix('torch.')} is not served on an NPU; give {names}")
+        if block_size % 16 or block_size > 128:
+            raise ConfigError(f"block_size {block_size}: an NPU needs a multiple of 16, 128 at most; 128 is best")
+        if head_dim not in (64, 128) and (num_heads == num_kv_heads or head_dim % 16 or head_dim > 256):
+            raise ConfigError(
+                f"model: head_dim {head_dim} in config.json is not served on an NPU, whose attention takes 64 and 128, "
+                "and multiples of 16 up to 256 where num_key_value_heads is less than num_attention_heads"
+            )
+        if num_heads > 256:
+            raise ConfigError(f"model: {num_heads} heads on one NPU, which takes 256; raise tensor_parallel_size")
+
     def reserve(self, limits: StepLimits, dtype: torch.dtype) -> None:
+        if limits.max_sequences > MAX_SEQUENCES:
+            raise ConfigError(f"max_num_seqs {limits.max_sequences}: an NPU's attention takes {MAX_SEQUENCES} at most")
         self._static = StaticTables(table_capacities(limits), self.device, self.copy_event())
-        self._dtype = dtype
+        angles = (2, limits.max_tokens, 2, limits.head_dim // 2)
+        self._cos, self._sin = torch.zeros(angles, dtype=dtype, device=self.device)
+        self._max_pages = 1 << max(0, limits.max_adapter_pages - 1).bit_length()
         self._lora.compile(limits.max_adapter_pages, dtype, self.device)
 
     def place(self, step: Tables) -> Tables:
         """Cut the step's segments into tiles, send all tables, and look up each row's rotary angles once."""
+        return self._place(step, is_captured=False)
+
+    def capture(self, step: Tables, forward: Callable[[Tables], Tensor]) -> Callable[[Tables], Tensor]:
+        def replay(other: Tables) -> Tensor:
+            tables = self._place(other, is_captured=True).tables
+            assert isinstance(tables, NPUAttentionTables)
+            lengths = {"actual_seq_lengths": tables.query_ends, "actual_seq_lengths_kv": tables.context_lens_host}
+            graph.replay()
+            graph.update(cpu_update_input=[lengths])
+            return hidden
+
+        placed = self._place(step, is_captured=True)
+        forward(placed)  # what is made at first use, a communicator's buffers say, cannot be made within a capture
+        if self._graph_pool is None:
+            self._graph_pool = torch_npu.npu.graph_pool_handle()  # one for all graphs, as they run one at a time
+        graph = torch_npu.npu.NPUGraph()
+        with torch_npu.npu.graph(graph, pool=self._graph_pool, auto_dispatch_capture=True):
+            hidden = forward(placed)
+        return replay
+
+    def _place(self, step: Tables, is_captured: bool) -> Tables:
         static, tables = self._static, step.tables
         assert static is not None, "reserve comes first"
         starts = tables.query_starts.tolist()
         static.begin()
         token_ids = static.put("token_ids", step.token_ids)
         sent = {field.name: static.put(field.name, getattr(tables, field.name)) for field in fields(AttentionTables)}
-        planned: dict[int, NPUSegments] = {}
-        for part in step.segments.values():
-            if id(part) not in planned:
-                plan = put_plan(static, len(planned), self._lora.plan(part, starts))
-                planned[id(part)] = NPUSegments(part.rows, part.row_starts, part.pages, part.page_starts, plan)
+        plans: dict[int, LoraPlan] = {}
+        segments: dict[str, NPUSegments] = {}
+        for linear, part in step.segments.items():
+            if id(part) not in plans:
+                plan = self._lora.plan(part, starts)
+                plans[id(part)] = padded_plan(plan, len(starts) - 1, self._max_pages) if is_captured else plan
+            plan = put_plan(static, linear, plans[id(part)])
+            segments[linear] = NPUSegments(part.rows, part.row_starts, part.pages, part.page_starts, plan)
         static.send()
         placed = NPUAttentionTables(
             **sent,
             query_ends=tuple(starts[1:]),
             context_lens_host=tuple(tables.context_lens.tolist()),
-            cos=self._angles(step.cos, sent["positions"]),
-            sin=self._angles(step.sin, sent["positions"]),
+            cos=_place_angles(self._cos, step.cos, sent["positions"]),
+            sin=_place_angles(self._sin, step.sin, sent["positions"]),
         )
         return replace(
             step,
             token_ids=token_ids,
             tables=placed,
-            segments={name: planned[id(part)] for name, part in step.segments.items()},
+            segments=segments,
             outputs=moved(step.outputs, self.device),
         )
 
@@ -126,16 +187,7 @@ class NPUBackend(Backend):
     def allocate_kv_cache(
         self, num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values, each [num_blocks, block_size, num_kv_heads, head_dim].
-
-        Raises:
-            ConfigError: attention does not take blocks of that size, or that type.
-        """
-        if block_size % 16:
-            raise ConfigError(f"block_size {block_size} is not a multiple of 16, as an NPU needs it; 128 is best")
-        if dtype not in self.dtypes:
-            names = " or ".join(str(known).removeprefix("torch.") for known in self.dtypes)
-            raise ConfigError(f"dtype {str(dtype).removeprefix('torch.')} is not served on an NPU; give {names}")
+        """Keys and values, each [num_blocks, block_size, num_kv_heads, head_dim]."""
         shape = (num_blocks, block_size, num_kv_heads, head_dim)
         return torch.zeros(shape, dtype=dtype, device=self.device), torch.zeros(shape, dtype=dtype, device=self.device)
 
@@ -216,7 +268,16 @@ class NPUBackend(Backend):
         assert isinstance(segments, NPUSegments), "place comes first"
         self._lora.add_lora_(y, x, pool_a, pool_b, slices, segments.plan)
 
-    def _angles(self, table: Tensor, positions: Tensor) -> Tensor:
-        """Rows of a table [max_positions, head_dim / 2], twice side by side: [1, num_tokens, 1, head_dim]."""
-        rows = table.index_select(0, positions).to(self._dtype)
-        return torch.cat((rows, rows), dim=-1).view(1, len(positions), 1, -1)
+
+def _place_angles(place: Tensor, table: Tensor, positions: Tensor) -> Tensor:
+    """Rows of a table [max_positions, head_dim / 2], twice side by side, where captured steps look for them.
+
+    Args:
+        place: [max_tokens, 2, head_dim / 2].
+
+    Returns:
+        [1, num_tokens, 1, head_dim], the beginning of `place`.
+    """
+    placed = place[: len(positions)]
+    placed.copy_(table.index_select(0, positions).unsqueeze(1))
+    return placed.view(1, len(positions), 1, -1)

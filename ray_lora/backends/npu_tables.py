@@ -44,7 +44,7 @@ class CopyEvent(Protocol):
 
 
 class StaticTables:
-    """int32 tables whose addresses never change, so that a captured graph could read them and no step allocates any.
+    """int32 tables whose addresses never change, so that captured graphs read them and no step allocates any.
 
     `put` writes a table to pinned host memory and returns its place on the device; `send` brings all of them there.
     """
@@ -108,14 +108,14 @@ def table_capacities(limits: StepLimits) -> dict[str, int]:
         "block_tables": limits.max_sequences * limits.max_blocks,
     }
     room = (tokens, 4 * tokens, 4 * tokens, limits.max_pages)
-    for index in range(limits.max_linears):
-        capacities |= {f"{name} {index}": entries for name, entries in zip(LORA_TABLES, room, strict=True)}
+    for linear in limits.linears:
+        capacities |= {f"{linear} {name}": entries for name, entries in zip(LORA_TABLES, room, strict=True)}
     return capacities
 
 
-def put_plan(tables: StaticTables, index: int, plan: LoraPlan) -> LoraPlan:
-    """The same plan with its tables in their places on the device."""
+def put_plan(tables: StaticTables, linear: str, plan: LoraPlan) -> LoraPlan:
+    """The same plan with its tables in this linear's places on the device."""
     rows, decode_tiles, prefill_tiles, pages = (
-        tables.put(f"{name} {index}", getattr(plan, name)) for name in LORA_TABLES
+        tables.put(f"{linear} {name}", getattr(plan, name)) for name in LORA_TABLES
     )
     return replace(plan, rows=rows, decode_tiles=decode_tiles, prefill_tiles=prefill_tiles, pages=pages)

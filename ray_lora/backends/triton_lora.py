@@ -17,6 +17,8 @@ _NO_ROWS = Segments(*(torch.empty(0, dtype=torch.int32) for _ in range(4)))
 class TritonLora:
     """`add_lora_` on an NPU or a GPU. Importing this module imports triton, so a backend does it when it is made."""
 
+    decode_kernel, prefill_kernel = add_lora_decode, add_lora_prefill
+
     def __init__(self, target: str, decode_programs: int, prefill_programs: int) -> None:
         """
         Args:
@@ -63,13 +65,13 @@ class TritonLora:
         tensors = (y, x, pool_a, pool_b, offsets)
         if plan.num_decode_tiles:
             work, blocks = plan.num_decode_tiles * (len(slices) - 1), self._blocks.decode[plan.max_pages]
-            add_lora_decode[(min(work, self._programs[0]),)](
+            self.decode_kernel[(min(work, self._programs[0]),)](
                 *tensors, plan.rows, plan.decode_tiles, plan.pages, *sizes, work,
                 blocks.max_rows, plan.max_pages, blocks.block_k, blocks.block_n,
             )  # fmt: skip
         if plan.num_prefill_tiles:
             work, blocks = plan.num_prefill_tiles * (len(slices) - 1), self._blocks.prefill[plan.max_pages]
-            add_lora_prefill[(min(work, self._programs[1]),)](
+            self.prefill_kernel[(min(work, self._programs[1]),)](
                 *tensors, plan.prefill_tiles, plan.pages, *sizes, work,
                 blocks.max_rows, plan.max_pages, blocks.block_k, blocks.block_n,
             )  # fmt: skip

@@ -36,7 +36,7 @@ def add_lora_decode(
     """Few rows per adapter, anywhere in the batch: a tile's rows are the entries of `rows` in its range.
 
     Each row is a product of vectors, so a tile costs what its own rows cost. On an NPU the vector cores run it and S
-    stays in their buffer.
+    stays in their buffer. A tile without rows moves nothing, so that a captured launch can have more than it needs.
 
         rows  [num_rows] int32    row indices of x and y
     """
@@ -46,7 +46,8 @@ def add_lora_decode(
     for work in range(tl.program_id(0), num_work, tl.num_programs(0)):
         part = work % num_slices
         row_start, row_stop, page_start, page_stop = _read_tile(tiles + work // num_slices * 4)
-        n_start, n_stop = tl.load(slices + part), tl.load(slices + part + 1)
+        n_start = tl.load(slices + part)
+        n_stop = tl.where(row_start < row_stop, tl.load(slices + part + 1), n_start)
 
         s = tl.zeros((MAX_ROWS * MAX_PAGES, PAGE_RANK), tl.float32)
         for p in range(page_start, page_stop):

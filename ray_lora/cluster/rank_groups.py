@@ -27,8 +27,8 @@ def join_ranks(
 
     Every rank makes them in this order. The steps' group is the device's own (`Backend.collective`); what is too late
     there ends the rank, or its connection to the executor (`StepHub`), and so the replica. Loads go from host memory to
-    host memory, over gloo whatever the device, so that no step waits behind one in the device's queues or overtakes it;
-    an adapter crosses to the device with the first plan that names it (`AdapterPool.write`).
+    host memory, over gloo whatever the device: most adapters are to stay there, and no step shares the links between
+    devices with one. An adapter crosses to the device on a stream of its own, when a plan says so (`AdapterCopies`).
     """
     size = config.tensor_parallel_size
     os.environ.setdefault("GLOO_SOCKET_IFNAME", _interface_towards(init_method))

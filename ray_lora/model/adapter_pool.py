@@ -74,7 +74,7 @@ class AdapterPool:
     def write(self, adapter: AdapterPlan, shard: AdapterShard) -> None:
         """Put an adapter into its pages and its slot; whatever they held before is gone.
 
-        It crosses to the device in one piece, in the queue of the steps, so that this one finds it there.
+        It crosses to the device in one piece. See `AdapterCopies` for when.
         """
         for version, slot in list(self._unpaged_slots.items()):
             if slot == adapter.slot:
@@ -82,7 +82,7 @@ class AdapterPool:
         if shard.header.unpaged:
             self.unpaged[adapter.version] = UnpagedPart.of(shard, self._served_dtype, self._device)
             self._unpaged_slots[adapter.version] = adapter.slot
-        shard = replace(shard, payload=shard.payload.to(self._device))
+        shard = replace(shard, payload=shard.payload.to(self._device, non_blocking=True))
         self._write_outputs(adapter.slot, shard)
         pages = adapter.pages
         runs = shard.runs()

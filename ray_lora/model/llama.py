@@ -8,6 +8,7 @@ from ray_lora.model.adapter_pool import AdapterPool
 from ray_lora.model.batch import Batch
 from ray_lora.model.checkpoint import Checkpoint
 from ray_lora.model.kv_cache import KVCache
+from ray_lora.model.rotary import score_scale
 from ray_lora.model.tensor_parallel import TensorParallel
 from ray_lora.model.vocabulary import Vocabulary
 
@@ -85,7 +86,7 @@ class DecoderLayer:
         self._parallel = parallel
         self._k_cache, self._v_cache = cache
         self._eps = arch.rms_norm_eps
-        self._scale = arch.head_dim**-0.5
+        self._scale = score_scale(arch)
         self._window = arch.sliding_windows[layer]
         self._q_norm = norm("self_attn.q_norm") if arch.qk_norm else None
         self._k_norm = norm("self_attn.k_norm") if arch.qk_norm else None

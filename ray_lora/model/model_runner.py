@@ -1,6 +1,7 @@
 """One rank: its part of the model, its caches, and the execution of plans."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
@@ -13,14 +14,16 @@ from ray_lora.architecture import Architecture, read_architecture
 from ray_lora.backends.base import Backend
 from ray_lora.config import EngineConfig
 from ray_lora.errors import ConfigError, EngineDeadError
+from ray_lora.model.adapter_copies import AdapterCopies
 from ray_lora.model.adapter_pool import AdapterPool, page_bytes
 from ray_lora.model.batch import Batch, build_batch
 from ray_lora.model.checkpoint import Checkpoint
-from ray_lora.model.kv_cache import KVCache, block_bytes
+from ray_lora.model.kv_cache import KVCache, block_bytes, local_kv_heads
 from ray_lora.model.llama import Decoder
 from ray_lora.model.memory_plan import kv_cache_bytes
 from ray_lora.model.rotary import RotaryTables
 from ray_lora.model.sampler import Sampler, token_logprobs
+from ray_lora.model.step_graphs import StepGraphs, num_padding_blocks
 from ray_lora.model.tensor_parallel import TensorParallel
 from ray_lora.model.unpaged_part import Members, UnpagedPart, group_rows
 from ray_lora.ops.step_tables import StepLimits
@@ -43,13 +46,17 @@ class ModelRunner:
             raise ConfigError(
                 f"lora_dtype {config.lora_dtype}: on {backend.name} it must be that of the model, {dtype}"
             )
+        heads = arch.num_heads // parallel.size, local_kv_heads(arch, parallel.size), arch.head_dim
+        backend.check_model(*heads, config.block_size, dtype)
         kv_bytes = kv_cache_bytes(config, arch, parallel, dtype, self.adapter_dtype, backend)
         self.info = model_info(config, arch, parallel.size, dtype, self.adapter_dtype, kv_bytes)
         self._parallel = parallel
         self._backend = backend
         self._block_size = config.block_size
         self._rotary = RotaryTables(arch, self.info.max_model_len, backend.device)
-        cache = KVCache(arch, parallel.size, self.info.num_kv_blocks, config.block_size, dtype, backend)
+        graph_sizes = config.graph_sizes if backend.captures else ()
+        num_blocks = self.info.num_kv_blocks + num_padding_blocks(graph_sizes, config.block_size)
+        cache = KVCache(arch, parallel.size, num_blocks, config.block_size, dtype, backend)
         self._pool = (
             AdapterPool(
                 arch,
@@ -67,8 +74,14 @@ class ModelRunner:
         self.open_checkpoint = partial(Checkpoint, config.model_path, arch, dtype)
         self._decoder = Decoder(arch, self.open_checkpoint(), cache, self._pool, parallel, backend)
         backend.release_unused_memory()
-        backend.reserve(step_limits(config, arch, self.info), dtype)
+        limits = step_limits(config, arch, self.info)
+        backend.reserve(limits, dtype)
+        self._graphs = StepGraphs(
+            graph_sizes, limits, config.block_size, self.info.num_kv_blocks, backend, self._decoder.forward
+        )
+        self._graphs.capture(self._rotary.cos, self._rotary.sin)
         self._sampler = Sampler()
+        self._copies = AdapterCopies(self._pool, backend.streams()) if self._pool is not None else None
         self._staged: dict[str, AdapterShard] = {}
         self._fused_modules: dict[str, frozenset[str]] = {}
         self._output_modules: dict[str, frozenset[str]] = {}
@@ -82,8 +95,10 @@ class ModelRunner:
         for start in plan.starts:
             self._sampler.start(start)
         for adapter in plan.page_ins:
-            assert self._pool is not None, "a plan pages in an adapter, but LoRA is off"
-            self._pool.write(adapter, self._staged[adapter.version])
+            assert self._copies is not None, "a plan pages in an adapter, but LoRA is off"
+            self._copies.page_in(adapter, self._staged[adapter.version])
+        if self._copies is not None:
+            self._copies.wait_for(adapter.version for adapter in plan.adapters)
         if not plan.sequences:
             return self._meet(plan)
         batch = build_batch(
@@ -96,8 +111,11 @@ class ModelRunner:
             self._unpaged,
             self._backend.device,
         )
-        batch = self._backend.place(batch)
-        return self._finish(plan, batch, self._decoder.forward(batch))
+        hidden = self._graphs.run(batch)
+        if hidden is None:
+            batch = self._backend.place(batch)
+            hidden = self._decoder.forward(batch)
+        return self._finish(plan, batch, hidden)
 
     def _meet(self, plan: StepPlan) -> StepResult | None:
         """Sum a one over the ranks, on their devices."""
@@ -111,29 +129,31 @@ class ModelRunner:
         self._fused_modules[shard.version] = shard.fused_modules(self.arch)
         if shard.outputs:
             self._output_modules[shard.version] = shard.output_modules(self.arch)
-        self._staged[shard.version] = shard
+        self._staged[shard.version] = replace(shard, payload=self._backend.pinned(shard.payload))
 
     def drop(self, version: str) -> None:
         """Free a staged adapter, if there is one of that version."""
         self._staged.pop(version, None)
         self._fused_modules.pop(version, None)
         self._output_modules.pop(version, None)
-        if self._pool is not None:
+        if self._pool is not None and self._copies is not None:
             self._pool.forget(version)
+            self._copies.forget(version)
 
     @property
     def staged_versions(self) -> frozenset[str]:
         return frozenset(self._staged)
 
     def _finish(self, plan: StepPlan, batch: Batch, hidden: Tensor) -> StepResult | None:
-        last_rows = (batch.tables.query_starts[1:] - 1).long()
+        one_row_each = len(hidden) == len(plan.sequences)
+        last = hidden if one_row_each else hidden[(batch.tables.query_starts[1:] - 1).long()]
         sampling = [index for index, sequence in enumerate(plan.sequences) if sequence.sample]
         prompt_logprobs = self._prompt_logprobs(plan, batch, hidden)
         sampled: tuple[SampledToken, ...] = ()
         if sampling:
-            rows = last_rows if len(sampling) == len(plan.sequences) else last_rows[sampling]
+            rows = last if len(sampling) == len(plan.sequences) else last[sampling]
             logits = self._decoder.logits(
-                hidden[rows], self._members(plan.version_of(plan.sequences[index]) for index in sampling)
+                rows, self._members(plan.version_of(plan.sequences[index]) for index in sampling)
             )
             if logits is not None:
                 sampled = self._sampler.sample([plan.sequences[index] for index in sampling], logits)
@@ -187,11 +207,12 @@ def resolve_dtype(name: str, arch: Architecture, backend: Backend) -> torch.dtyp
 def step_limits(config: EngineConfig, arch: Architecture, info: ModelInfo) -> StepLimits:
     return StepLimits(
         max_tokens=config.max_num_batched_tokens,
-        max_sequences=min(config.max_num_seqs, config.max_num_batched_tokens),
+        max_sequences=config.max_step_seqs,
         max_blocks=-(-info.max_model_len // config.block_size),
         max_pages=config.num_lora_pages,
         max_adapter_pages=min(config.num_lora_pages, num_pages(config.max_lora_rank)),
-        max_linears=len(arch.fused_linears),
+        linears=tuple(fused.name for fused in arch.fused_linears),
+        head_dim=arch.head_dim,
     )
 
 

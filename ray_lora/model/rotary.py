@@ -12,7 +12,7 @@ from ray_lora.architecture import Architecture, RopeConfig
 
 
 class RotaryTables:
-    """Cosines and sines by position, float32 [max_positions, head_dim / 2].
+    """Cosines and sines by position, float32 [max_positions, head_dim / 2]; see `score_scale` for YaRN's factor.
 
     With `dynamic` scaling a row's frequencies depend on the length of its sequence, not only on its position; see
     `dynamic_rows`.
@@ -22,10 +22,9 @@ class RotaryTables:
         self._arch = arch
         self._device = device
         self.is_length_dependent = arch.rope.rope_type == "dynamic" and max_positions > arch.max_position_embeddings
-        frequencies, scaling = inverse_frequencies(arch.rope, arch.head_dim, arch.max_position_embeddings)
+        frequencies, _ = inverse_frequencies(arch.rope, arch.head_dim, arch.max_position_embeddings)
         angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), frequencies)
-        self.cos = (angles.cos() * scaling).to(device)
-        self.sin = (angles.sin() * scaling).to(device)
+        self.cos, self.sin = angles.cos().to(device), angles.sin().to(device)
 
     def dynamic_rows(self, positions: list[int], lengths: list[int]) -> tuple[Tensor, Tensor]:
         """Cosines and sines of rows at `positions` in sequences of `lengths` tokens, [num_rows, head_dim / 2]."""
@@ -36,6 +35,16 @@ class RotaryTables:
         frequencies = 1.0 / theta.unsqueeze(1) ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
         angles = torch.tensor(positions, dtype=torch.float32).unsqueeze(1) * frequencies
         return angles.cos().to(self._device), angles.sin().to(self._device)
+
+
+def score_scale(arch: Architecture) -> float:
+    """What attention multiplies its scores by.
+
+    YaRN's factor on cosines and sines is in queries and keys alike, so it can be here, squared: the tables stay within
+    -1 and 1, beyond which an NPU's operator does not take them.
+    """
+    _, factor = inverse_frequencies(arch.rope, arch.head_dim, arch.max_position_embeddings)
+    return float(arch.head_dim**-0.5 * factor**2)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int, max_positions: int) -> tuple[Tensor, float]:

@@ -24,8 +24,9 @@ class StepLimits:
     """Pages of all adapters of a step together."""
     max_adapter_pages: int
     """Pages of one adapter; 0 without LoRA."""
-    max_linears: int
-    """Fused linears of a layer, each of which may have segments of its own."""
+    linears: tuple[str, ...]
+    """The fused linears of a layer, each of which may have segments of its own."""
+    head_dim: int
 
 
 @dataclass(frozen=True, slots=True)

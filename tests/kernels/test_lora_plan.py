@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ray_lora.backends.lora_blocks import BLOCKS, PAGE_BOUNDS, Blocks, TargetBlocks
-from ray_lora.backends.lora_plan import LoraPlan, plan_lora
+from ray_lora.backends.lora_plan import LoraPlan, padded_plan, plan_lora
 from ray_lora.ops.lora import Segments
 
 TARGET = TargetBlocks(dict.fromkeys(PAGE_BOUNDS, Blocks(2, 16, 16)), dict.fromkeys(PAGE_BOUNDS, Blocks(16, 16, 16)))
@@ -48,6 +48,18 @@ def test_tiles_with_most_pages_come_first() -> None:
 def test_no_adapters_need_no_launch() -> None:
     made = plan([], [])
     assert (made.num_decode_tiles, made.num_prefill_tiles) == (0, 0)
+
+
+@pytest.mark.parametrize("rows", [[], [[4, 0, 7], [2]]])
+def test_padded_plans_of_steps_with_as_many_rows_have_one_shape(rows: list[list[int]]) -> None:
+    made = plan(rows, [[5], [9]][: len(rows)])
+    padded = padded_plan(made, 8, 4)
+    assert (padded.rows.shape, padded.decode_tiles.shape) == ((8,), (8, 4))
+    assert (padded.num_decode_tiles, padded.num_prefill_tiles, padded.max_pages) == (8, 0, 4)
+    assert padded.decode_tiles[: len(made.decode_tiles)].tolist() == made.decode_tiles.tolist()
+    assert not padded.decode_tiles[len(made.decode_tiles) :].any(), "tiles without rows"
+    assert padded.rows[: len(made.rows)].tolist() == made.rows.tolist()
+    assert len(padded.pages) > 0
 
 
 @pytest.mark.parametrize("target", BLOCKS)

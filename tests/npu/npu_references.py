@@ -10,31 +10,17 @@ from typing import Any
 
 import torch
 import torch_npu
+from lora_launches import LaunchedLora
+from recorded_graphs import install, update_recorded
 from torch import Tensor
 
-from ray_lora.backends.lora_plan import LoraPlan
 from ray_lora.backends.npu import NPUBackend
-from ray_lora.backends.triton_lora import TritonLora
-from ray_lora.ops.lora import Segments, add_lora_reference_
 
+install()
 LIBRARY = torch.library.Library("npu", "IMPL", "CPU")
 CALLED: set[str] = set()
 """Names of the operators that have run."""
 TRIANGLE = torch.ones(2048, 2048, dtype=torch.int8).triu(1)
-
-
-class TiledLora(TritonLora):
-    """The kernels' work by `add_lora_`'s reference, tile by tile as the plan has it: Triton's interpreter is slow."""
-
-    def add_lora_(
-        self, y: Tensor, x: Tensor, pool_a: Tensor, pool_b: Tensor, slices: tuple[int, ...], plan: LoraPlan
-    ) -> None:
-        by_rows = [(plan.rows[first:last], pages) for first, last, *pages in plan.decode_tiles.tolist()]
-        by_range = [(torch.arange(first, last), pages) for first, last, *pages in plan.prefill_tiles.tolist()]
-        for rows, (first, last) in by_rows + by_range:
-            row_starts, page_starts = (torch.tensor([0, size]) for size in (len(rows), last - first))
-            tile = Segments(rows, row_starts, plan.pages[first:last], page_starts)
-            add_lora_reference_(y, x, pool_a, pool_b, slices, tile)
 
 
 class NPUOnCPU(NPUBackend):
@@ -49,7 +35,7 @@ class NPUOnCPU(NPUBackend):
     def __init__(self, device: str = "cpu", is_interpreted: bool = False) -> None:
         super().__init__(device)
         if not is_interpreted:
-            self._lora = TiledLora("npu", decode_programs=1, prefill_programs=1)
+            self._lora = LaunchedLora("npu", decode_programs=1, prefill_programs=1)
 
     def open_device(self) -> tuple[int, int]:
         return 3, 5
@@ -62,6 +48,12 @@ class NPUOnCPU(NPUBackend):
 
     def copy_event(self) -> None:
         return None
+
+    def streams(self) -> None:
+        return None
+
+    def pinned(self, x: Tensor) -> Tensor:
+        return x
 
 
 def reference(function: Any) -> Any:
@@ -198,5 +190,25 @@ def npu_fused_infer_attention_score(
         start = stop
     return out, torch.zeros(1)
 
+
+def _npu_fused_infer_attention_score_get_max_workspace(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
+    return query.new_empty(1, dtype=torch.uint8)
+
+
+def _npu_fused_infer_attention_score_infer_output(query: Tensor, value: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(query), query.new_empty(1, dtype=torch.float32)
+
+
+def _npu_fused_infer_attention_score_out(*args: Any, out: list[Tensor], workspace: Tensor, **kwargs: Any) -> Any:
+    """What torch_npu captures in place of the operator above."""
+    if not update_recorded(torch.ops.npu.npu_fused_infer_attention_score.out, kwargs):
+        for place, tensor in zip(out, npu_fused_infer_attention_score(*args, **kwargs), strict=True):
+            place.copy_(tensor)
+    return tuple(out)
+
+
+LIBRARY.impl("_npu_fused_infer_attention_score_get_max_workspace", _npu_fused_infer_attention_score_get_max_workspace)
+LIBRARY.impl("_npu_fused_infer_attention_score_infer_output", _npu_fused_infer_attention_score_infer_output)
+LIBRARY.impl("npu_fused_infer_attention_score.out", _npu_fused_infer_attention_score_out)
 
 assert torch_npu.__version__.startswith("2.13.")

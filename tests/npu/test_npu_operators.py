@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+from dataclasses import replace
 from typing import Any
 
 import npu_references
@@ -33,12 +34,20 @@ __all__ = [
     "test_rotary_and_cache_equal_the_reference",
 ]
 
-LIMITS = StepLimits(max_tokens=512, max_sequences=16, max_blocks=64, max_pages=8, max_adapter_pages=0, max_linears=4)
+LIMITS = StepLimits(
+    max_tokens=512,
+    max_sequences=16,
+    max_blocks=64,
+    max_pages=8,
+    max_adapter_pages=0,
+    linears=("a", "b", "c"),
+    head_dim=16,
+)
 NONE = torch.zeros(0)
 
 
 def placed(backend: NPUBackend, tables: AttentionTables, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> StepTables:
-    backend.reserve(LIMITS, dtype)
+    backend.reserve(replace(LIMITS, head_dim=2 * cos.shape[1]), dtype)
     token_ids = torch.zeros(len(tables.positions), dtype=torch.int64)
     return backend.place(StepTables(token_ids, tables, cos, sin, {}, {}))
 
@@ -95,7 +104,9 @@ def test_every_operator_that_the_backend_names_has_a_schema_and_a_reference() ->
 def test_what_the_backend_asks_of_a_device_is_there_to_be_asked() -> None:
     nodes = [node for node in ast.walk(ast.parse(inspect.getsource(npu))) if isinstance(node, ast.Attribute)]
     asked = {node.attr for node in nodes if ast.unparse(node.value) == "torch_npu.npu"}
-    assert asked == {"Event", "config", "get_device_limit", "mem_get_info", "set_device"}
+    graphs = {"NPUGraph", "graph", "graph_pool_handle"}
+    streams = {"Event", "Stream", "default_stream", "stream"}
+    assert asked == {"config", "get_device_limit", "mem_get_info", "set_device"} | graphs | streams
     assert all(hasattr(torch_npu.npu, name) for name in asked)
 
 
@@ -162,11 +173,24 @@ def test_weights_of_a_half_type_are_stored_in_blocks(
 
 def test_what_attention_does_not_take_is_refused_by_name() -> None:
     backend = NPUOnCPU()
-    with pytest.raises(ConfigError, match="block_size 24"):
-        backend.allocate_kv_cache(4, 2, 24, 16, torch.bfloat16)
     backend.dtypes = NPUBackend.dtypes
-    with pytest.raises(ConfigError, match="dtype float32 is not served on an NPU; give bfloat16 or float16"):
-        backend.allocate_kv_cache(4, 2, 16, 16, torch.float32)
+    for heads in ((32, 32, 64), (32, 32, 128), (8, 2, 80), (8, 1, 256), (256, 8, 256)):
+        backend.check_model(*heads, 128, torch.bfloat16)
+    refused = {
+        (8, 2, 128, 24, torch.bfloat16): "block_size 24: an NPU needs a multiple of 16",
+        (8, 2, 128, 256, torch.bfloat16): "block_size 256",
+        (8, 2, 128, 16, torch.float32): "dtype float32 is not served on an NPU; give bfloat16 or float16",
+        (32, 32, 80, 128, torch.float16): "head_dim 80 in config.json",
+        (32, 32, 192, 128, torch.float16): "head_dim 192 in config.json",
+        (32, 8, 100, 128, torch.float16): "head_dim 100 in config.json",
+        (32, 8, 512, 128, torch.float16): "head_dim 512 in config.json",
+        (257, 1, 128, 128, torch.float16): "257 heads .* raise tensor_parallel_size",
+    }
+    for arguments, message in refused.items():
+        with pytest.raises(ConfigError, match=message):
+            backend.check_model(*arguments)
+    with pytest.raises(ConfigError, match="max_num_seqs 4097"):
+        backend.reserve(replace(LIMITS, max_sequences=4097), torch.bfloat16)
 
 
 def test_lora_tables_of_several_linears_do_not_share_places() -> None:
@@ -182,9 +206,8 @@ def test_lora_tables_of_several_linears_do_not_share_places() -> None:
     angles = torch.zeros(64, 8)
     token_ids = torch.arange(22)
     step = backend.place(StepTables(token_ids, tables, angles, angles, {"a": one, "b": other, "c": one}, {}))
-    assert step.segments["a"] is step.segments["c"]
-    plans = [getattr(step.segments[name], "plan") for name in ("a", "b")]  # noqa: B009
-    assert plans[0].rows.tolist() == [0, 21]
-    assert [plan.pages.tolist() for plan in plans] == [[3], [5, 1]]
+    plans = [getattr(step.segments[name], "plan") for name in ("a", "b", "c")]  # noqa: B009
+    assert [plan.rows.tolist() for plan in plans] == [[0, 21], [], [0, 21]]
+    assert [plan.pages.tolist() for plan in plans] == [[3], [5, 1], [3]]
     assert [tile[:2] for tile in plans[1].prefill_tiles.tolist()] == [[1, 21]]
     assert step.token_ids.tolist() == list(range(22))

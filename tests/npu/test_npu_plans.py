@@ -49,7 +49,8 @@ class NPUTrace(EngineTrace):
                 max_blocks=-(-info.max_model_len // executor.block_size),
                 max_pages=executor.num_lora_pages,
                 max_adapter_pages=0,
-                max_linears=len(LINEARS),
+                linears=tuple(LINEARS),
+                head_dim=ARCH.head_dim,
             )
             self.backend = NPUOnCPU()
             self.backend.reserve(self.limits, torch.float32)

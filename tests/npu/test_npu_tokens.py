@@ -47,6 +47,7 @@ def make_config(store: Path, **args: Any) -> EngineConfig:
         "max_num_seqs": 8,
         "max_num_batched_tokens": 48,
         "num_threads": 1,
+        "cudagraph_capture_sizes": (2, 8),
     }
     return EngineConfig.parse(settings | args)
 
@@ -120,7 +121,8 @@ def test_three_ranks(tmp_path: Path, expected: list[list[int]]) -> None:
 
 def test_the_triton_kernels_interpreted_within_the_model(run: Run) -> None:
     requests = [(TEA[:20], "pirate"), (FRANCE[:4], "json"), (FRANCE[:6], None)]
-    assert run(NPUOnCPU(is_interpreted=True), requests, 2) == run(None, requests, 2)
+    backend = NPUOnCPU(is_interpreted=True)
+    assert run(backend, requests, 2, enforce_eager=True) == run(None, requests, 2)
 
 
 def test_blocks_of_128(run: Run) -> None:

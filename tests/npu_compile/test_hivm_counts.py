@@ -61,9 +61,11 @@ def test_an_operation_that_cannot_be_followed_is_refused() -> None:
         translate(["func.func @f(%arg0: i32) {", "%0 = math.sqrt %arg0 : i32"])
 
 
-def test_no_tiles_move_nothing() -> None:
-    ir = compile_for_ascend(specialize("decode", "npu", "bf16", 1), TARGETS["A2"]).ir
-    empty: dict[str, Any] = {"slices": [0, 16], "rows": [], "tiles": [], "pages": []}
-    sizes = dict.fromkeys(("stride_y", "stride_x", "K", "N", "num_slices"), 16) | {"num_work": 0}
+@pytest.mark.parametrize("num_tiles", [0, 3])
+@pytest.mark.parametrize("num_pages", [1, 4])
+def test_no_tiles_and_tiles_without_rows_move_nothing(num_tiles: int, num_pages: int) -> None:
+    ir = compile_for_ascend(specialize("decode", "npu", "bf16", num_pages), TARGETS["A2"]).ir
+    empty: dict[str, Any] = {"slices": [0, 16], "rows": [0], "tiles": [0] * 4 * num_tiles, "pages": [0]}
+    sizes = dict.fromkeys(("stride_y", "stride_x", "K", "N"), 16) | {"num_slices": 1, "num_work": num_tiles}
     counts = count_launch(ir, {**dict.fromkeys(("y", "x", "pool_a", "pool_b")), **empty, **sizes}, 40)
     assert counts.num_bytes == 0

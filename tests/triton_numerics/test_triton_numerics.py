@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from ray_lora.backends.lora_blocks import BLOCKS
+from ray_lora.backends.lora_plan import padded_plan
 from ray_lora.backends.triton_lora import TritonLora
+from ray_lora.ops.lora import Segments
 from tests.kernels.test_add_lora import (
     TOLERANCE,
     WORKLOADS,
@@ -68,6 +70,24 @@ def test_a_row_does_not_depend_on_the_rank_of_its_neighbours(ops: Any, dtype: to
     mine = [row for row, adapter in enumerate(adapters) if adapter == 0]
     assert mine
     assert torch.equal(run(ops, alone)[mine], run(ops, without)[mine])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("target", BLOCKS)
+def test_a_launch_with_more_tiles_and_pages_than_it_needs_computes_the_same(target: str, dtype: torch.dtype) -> None:
+    case = make_case("half-base", 12, ranks=(16, 5), dtype=dtype)
+    kernels = TritonLora(target, decode_programs=7, prefill_programs=2)
+    plan = kernels.plan(case.segments)
+    results = []
+    for chosen in (plan, padded_plan(plan, 12, 4)):
+        results.append(case.y.clone())
+        kernels.add_lora_(results[-1], case.x, case.pool_a, case.pool_b, case.slices, chosen)
+    assert torch.equal(*results)
+    y = case.y.clone()
+    no_rows = Segments(*(torch.tensor(part, dtype=torch.int32) for part in ((), (0,), (), (0,))))
+    none = padded_plan(kernels.plan(no_rows), 12, 1)
+    kernels.add_lora_(y, case.x, case.pool_a, case.pool_b, case.slices, none)
+    assert torch.equal(y, case.y)
 
 
 def test_a_wrong_shape_is_refused(ops: Any) -> None:
