@@ -22,8 +22,8 @@ from ray_lora.step import HEARTBEAT, ModelInfo
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 POINTS = {"prepare": "_allocate", "barrier": "_agree", "check": "_verify"}
-"""Each rank's memory, their meeting before the transfer, and what they hold after it. Besides, there are `inspect` and
-`read`, the reader's, `commit`, when a load is staged on this rank, and `step`."""
+"""Each rank's memory, their meeting before the transfer, and what the others hold after it. Besides, there are
+`inspect` and `read`, the reader's, `commit`, when a load is staged on this rank, and `step`."""
 DIE_SOON_S = 0.02
 
 
