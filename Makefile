@@ -11,7 +11,7 @@ K8S_ENV  := build/k8s-env
 # torch would import torch_npu by itself where that is installed, and fail without CANN.
 test-npu test-npu-compile npu-report: export TORCH_DEVICE_BACKEND_AUTOLOAD := 0
 
-.PHONY: help install serve test test-slow soak test-npu test-npu-compile test-cuda-compile test-k8s npu-report bench lint format lock clean
+.PHONY: help install serve test test-slow soak test-npu test-npu-compile test-cuda test-cuda-compile test-k8s npu-report bench lint format lock clean
 
 help:
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -37,6 +37,10 @@ test-npu: install $(NPU_ENV)/.installed ## the Ascend backend on CPU tensors: sc
 test-npu-compile: $(NPU_ENV)/.installed ## the Triton kernels: interpreted, and through the Ascend compilers (4 minutes)
 	TRITON_INTERPRET=1 $(NPU_ENV)/bin/python -m pytest tests/triton_numerics
 	$(NPU_ENV)/bin/python -m pytest tests/npu_compile
+
+test-cuda: install $(CUDA_ENV)/.installed ## the CUDA backend on CPU tensors, and on a GPU where there is one (2 minutes)
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(CUDA_ENV)/bin/python -m pytest tests/cuda
+	$(CUDA_ENV)/bin/python -m pytest tests/cuda
 
 test-cuda-compile: $(CUDA_ENV)/.installed ## the Triton kernels, compiled for sm_80 and sm_90
 	$(CUDA_ENV)/bin/python -m pytest tests/cuda_compile

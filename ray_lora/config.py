@@ -84,7 +84,7 @@ class EngineConfig(BaseModel):
     enable_prefix_caching: bool = True
     enforce_eager: bool = False
     """Launch every operator of every step. Otherwise decode steps are captured as graphs at the start, where the device
-    can (an NPU); no matter on a CPU."""
+    can (an NPU); no matter on others."""
     cudagraph_capture_sizes: tuple[int, ...] | None = None
     """Requests in a captured decode step; one with fewer is padded to the next size, one with more is not captured. By
     default 1, 2, 4, multiples of 8 to 256 and of 16 from there, up to `max_num_seqs`."""
@@ -148,7 +148,7 @@ class EngineConfig(BaseModel):
     tensor_parallel_size: int = Field(1, ge=1)
     distributed_executor_backend: Literal["auto", "local", "ray"] = "auto"
     """`local` keeps the only rank in this process; `auto` is `local` for one rank on a CPU and `ray` otherwise, for Ray
-    tells each rank which NPU is its own."""
+    tells each rank which GPU or NPU is its own."""
     placement_group_strategy: Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"] = "STRICT_PACK"
     """The ranks of a replica are on one node, unless this says otherwise."""
     num_threads: int | None = Field(None, ge=1)
@@ -264,7 +264,7 @@ class EngineConfig(BaseModel):
     @property
     def uses_ray(self) -> bool:
         if self.distributed_executor_backend == "auto":
-            return self.tensor_parallel_size > 1 or self.device == "npu"
+            return self.tensor_parallel_size > 1 or self.device in ("cuda", "npu")
         return self.distributed_executor_backend == "ray"
 
     @property

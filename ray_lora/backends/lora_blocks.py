@@ -36,7 +36,7 @@ BLOCKS = {
         prefill=dict.fromkeys(PAGE_BOUNDS, Blocks(32, 64, 32)) | dict.fromkeys((16, 32), Blocks(16, 64, 32)),
     ),
 }
-"""On an NPU as large as double buffers leave room for; on a GPU as large as spills no register.
+"""On an NPU as large as double buffers leave room for; on a GPU as large as spills next to no register.
 
 Decode has the same blocks and prefill the same `block_k` for all bounds: they fix the order of a row's sums, which must
 not change with the pages that another adapter of the step has.

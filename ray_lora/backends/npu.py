@@ -16,7 +16,7 @@ Choices, and their reasons (nothing here has been timed on a device):
 """
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch_npu
@@ -24,19 +24,12 @@ from torch import Tensor
 
 from ray_lora.backends.base import Backend, Linear, Streams, Tables
 from ray_lora.backends.lora_plan import LoraPlan, padded_plan
-from ray_lora.backends.npu_tables import (
-    CopyEvent,
-    NPUAttentionTables,
-    NPUSegments,
-    StaticTables,
-    put_plan,
-    table_capacities,
-)
+from ray_lora.backends.static_tables import CopyEvent, StaticTables, TiledSegments, send_step, table_capacities
 from ray_lora.backends.triton_lora import TritonLora
 from ray_lora.errors import ConfigError
 from ray_lora.ops.attention import AttentionTables
 from ray_lora.ops.lora import Segments
-from ray_lora.ops.step_tables import StepLimits, moved
+from ray_lora.ops.step_tables import StepLimits
 
 FRACTAL_NZ = 29
 """CANN's number of the format."""
@@ -47,6 +40,19 @@ MASK_SIZE = 2048
 UNBOUNDED = 2**31 - 1
 MAX_SEQUENCES = 4096
 """Lengths that attention takes in one call."""
+
+
+@dataclass(frozen=True, slots=True)
+class NPUAttentionTables(AttentionTables):
+    """What torch_npu's attention and rotary operators want besides."""
+
+    query_ends: tuple[int, ...]
+    context_lens_host: tuple[int, ...]
+    """`query_starts[1:]` and `context_lens` on the host, for they are arguments and not tensors. (In layout TND lengths
+    of keys are running sums too, but not where there is a block table.)"""
+    cos: Tensor
+    sin: Tensor
+    """[1, num_tokens, 1, head_dim] in the type of the activations: each row's angles, for both halves of a head."""
 
 
 class NPUBackend(Backend):
@@ -144,35 +150,21 @@ class NPUBackend(Backend):
         return replay
 
     def _place(self, step: Tables, is_captured: bool) -> Tables:
-        static, tables = self._static, step.tables
-        assert static is not None, "reserve comes first"
-        starts = tables.query_starts.tolist()
-        static.begin()
-        token_ids = static.put("token_ids", step.token_ids)
-        sent = {field.name: static.put(field.name, getattr(tables, field.name)) for field in fields(AttentionTables)}
-        plans: dict[int, LoraPlan] = {}
-        segments: dict[str, NPUSegments] = {}
-        for linear, part in step.segments.items():
-            if id(part) not in plans:
-                plan = self._lora.plan(part, starts)
-                plans[id(part)] = padded_plan(plan, len(starts) - 1, self._max_pages) if is_captured else plan
-            plan = put_plan(static, linear, plans[id(part)])
-            segments[linear] = NPUSegments(part.rows, part.row_starts, part.pages, part.page_starts, plan)
-        static.send()
-        placed = NPUAttentionTables(
+        def cut(segments: Segments) -> LoraPlan:
+            plan = self._lora.plan(segments, starts)
+            return padded_plan(plan, len(starts) - 1, self._max_pages) if is_captured else plan
+
+        assert self._static is not None, "reserve comes first"
+        starts = step.tables.query_starts.tolist()
+        sent, placed = send_step(self._static, step, cut)
+        tables = NPUAttentionTables(
             **sent,
             query_ends=tuple(starts[1:]),
-            context_lens_host=tuple(tables.context_lens.tolist()),
+            context_lens_host=tuple(step.tables.context_lens.tolist()),
             cos=_place_angles(self._cos, step.cos, sent["positions"]),
             sin=_place_angles(self._sin, step.sin, sent["positions"]),
         )
-        return replace(
-            step,
-            token_ids=token_ids,
-            tables=placed,
-            segments=segments,
-            outputs=moved(step.outputs, self.device),
-        )
+        return replace(placed, tables=tables)
 
     def linear(self, weight: Tensor, bias: Tensor | None, tied: bool = False) -> Linear:
         """A tied weight stays as it is, for rows of it are looked up."""
@@ -265,7 +257,7 @@ class NPUBackend(Backend):
     def add_lora_(
         self, y: Tensor, x: Tensor, pool_a: Tensor, pool_b: Tensor, slices: tuple[int, ...], segments: Segments
     ) -> None:
-        assert isinstance(segments, NPUSegments), "place comes first"
+        assert isinstance(segments, TiledSegments), "place comes first"
         self._lora.add_lora_(y, x, pool_a, pool_b, slices, segments.plan)
 
 

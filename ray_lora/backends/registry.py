@@ -3,9 +3,11 @@
 from ray_lora.backends.base import Backend
 from ray_lora.errors import ConfigError
 
+LIBRARIES = {"cuda": "torch and triton", "npu": "CANN, torch_npu and triton-ascend"}
+
 
 def make_backend(device: str) -> Backend:
-    """The backend for `cpu` (also `auto`) or `npu`.
+    """The backend for `cpu` (also `auto`), `cuda` or `npu`.
 
     Raises:
         ConfigError: no such backend here.
@@ -14,12 +16,16 @@ def make_backend(device: str) -> Backend:
         from ray_lora.backends.cpu import CPUBackend
 
         return CPUBackend()
-    if device == "npu":
-        try:
+    try:
+        if device == "cuda":
+            from ray_lora.backends.cuda import CUDABackend
+
+            return CUDABackend()
+        if device == "npu":
             from ray_lora.backends.npu import NPUBackend
-        except (ImportError, OSError) as error:
-            raise ConfigError(
-                f"device 'npu' needs CANN, torch_npu and triton-ascend; `ray-lora doctor` says what is missing: {error}"
-            ) from None
-        return NPUBackend()
-    raise ConfigError(f"device {device!r} is not supported; supported are 'auto', 'cpu' and 'npu'")
+
+            return NPUBackend()
+    except (ImportError, OSError) as error:
+        needed = f"{LIBRARIES[device]}; `ray-lora doctor {device}` says what is missing"
+        raise ConfigError(f"device {device!r} needs {needed}: {error}") from None
+    raise ConfigError(f"device {device!r} is not supported; supported are 'auto', 'cpu', 'cuda' and 'npu'")

@@ -1,4 +1,4 @@
-"""`ray-lora doctor`: what this machine has for serving on Ascend NPUs, one line each, with the remedy where it lacks.
+"""`ray-lora doctor`: what this machine has for serving on NPUs or GPUs, one line each, with the remedy where it lacks.
 
 Nothing that it looks for need be there. A library that may end the process is imported in one of its own.
 """
@@ -17,8 +17,14 @@ import click
 import ray
 
 PROBE_TIMEOUT_S = 60
-PROBE = "import torch_npu; print(torch_npu.npu.device_count())"
+PROBES = {
+    "torch": "import torch; torch.cuda.init(); print(torch.cuda.device_count())",
+    "torch_npu": "import torch_npu; print(torch_npu.npu.device_count())",
+}
+"""By package, what prints the number of devices that it sees."""
 CANN = "install CANN 8.5 or later, toolkit and kernels, and source its set_env.sh"
+NPU_DRIVER = "install the NPU's driver and firmware; in a container, start it with the host's /dev/davinci* devices"
+GPU_DRIVER = "install NVIDIA's driver; for a container, also its container toolkit, and give it the GPUs (--gpus all)"
 INSTALL = "pip install ray_lora[npu]"
 START_RAY = "start Ray on the machine that has them: ray start --head"
 
@@ -39,35 +45,47 @@ class Finding:
 
 
 @click.command("doctor")
-def doctor_command() -> None:
-    """Tell what is here for NPUs, and what not.
+@click.argument("device", type=click.Choice(("npu", "cuda")), default="npu")
+def doctor_command(device: str) -> None:
+    """Tell what is here for NPUs or GPUs, and what not.
 
-    One line for each thing that serving on Ascend NPUs needs, with the remedy where it is missing.
+    One line for each thing that serving on Ascend NPUs, or on NVIDIA GPUs, needs, with the remedy where it is missing.
     """
-    for finding in examine(Path("/"), os.environ):
+    root = Path("/")
+    for finding in examine_npu(root, os.environ) if device == "npu" else examine_cuda(root):
         click.echo(str(finding))
 
 
-def examine(root: Path, environment: Mapping[str, str]) -> list[Finding]:
-    """All findings about the machine whose file system begins at `root`."""
+def examine_npu(root: Path, environment: Mapping[str, str]) -> list[Finding]:
+    """All findings about the machine whose file system begins at `root`, for serving on NPUs."""
     return [
-        devices(root),
+        devices(root, "davinci", NPU_DRIVER),
         driver(root),
         cann(root, environment),
         package("torch_npu", "torch-npu", INSTALL),
-        torch_npu_works(),
+        works("torch_npu"),
         triton_ascend(),
         hccl(environment),
-        ray_npus(),
+        ray_devices("NPU"),
     ]
 
 
-def devices(root: Path) -> Finding:
-    found = sorted(path.name for path in root.glob("dev/davinci[0-9]*"))
+def examine_cuda(root: Path) -> list[Finding]:
+    """The same for serving on GPUs."""
+    return [
+        devices(root, "nvidia", GPU_DRIVER),
+        works("torch"),
+        package("triton", "triton", "pip install ray_lora[cuda]"),
+        ray_devices("GPU"),
+    ]
+
+
+def devices(root: Path, name: str, remedy: str) -> Finding:
+    """Device files of that name and a number."""
+    found = sorted(path.name for path in root.glob(f"dev/{name}[0-9]*"))
     if found:
         return Finding("devices", f"{len(found)}: {' '.join(found)}")
-    remedy = "install the NPU's driver and firmware; in a container, start it with the host's /dev/davinci* devices"
-    return Finding("devices", "no /dev/davinci0", remedy)
+    return Finding("devices", f"no /dev/{name}0", remedy)
 
 
 def driver(root: Path) -> Finding:
@@ -96,25 +114,23 @@ def package(subject: str, distribution: str, remedy: str) -> Finding:
         return Finding(subject, "not installed", remedy)
 
 
-def torch_npu_works() -> Finding:
-    """Whether torch_npu can be imported and sees a device, which it may answer by ending the process."""
-    environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    command = [sys.executable, "-c", PROBE]
+def works(name: str) -> Finding:
+    """Whether a package can be imported and sees a device, which torch_npu may answer by ending the process."""
+    subject, environment = f"{name} runs", {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    command = [sys.executable, "-c", PROBES[name]]
     try:
         run = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, env=environment)
     except subprocess.TimeoutExpired:
-        return Finding("torch_npu runs", f"no answer within {PROBE_TIMEOUT_S} s", "look at `npu-smi info` and dmesg")
+        remedy = "look at dmesg, and at `npu-smi info` or `nvidia-smi`"
+        return Finding(subject, f"no answer within {PROBE_TIMEOUT_S} s", remedy)
     count = run.stdout.strip()
     if run.returncode == 0 and count not in ("", "0"):
-        return Finding("torch_npu runs", f"it sees {count} devices")
+        return Finding(subject, f"it sees {count} devices")
     reasons = [line.strip() for line in run.stderr.splitlines() if line.strip()]
     if run.returncode == 0:
         reasons = ["it sees no device"]
-    return Finding(
-        "torch_npu runs",
-        f"no: {reasons[-1] if reasons else f'exit status {run.returncode}'}",
-        "put right what the lines above name",
-    )
+    reason = reasons[-1] if reasons else f"exit status {run.returncode}"
+    return Finding(subject, f"no: {reason}", "put right what this and the lines above name")
 
 
 def triton_ascend() -> Finding:
@@ -133,23 +149,24 @@ def hccl(environment: Mapping[str, str]) -> Finding:
     return Finding("HCCL", "no libhccl.so in LD_LIBRARY_PATH", CANN)
 
 
-def ray_npus() -> Finding:
+def ray_devices(resource: str) -> Finding:
     """What a cluster that is running would place ranks on."""
     try:
         ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
     except ConnectionError:
-        return Finding("Ray's NPUs", "no Ray is running here", START_RAY)
+        return Finding(f"Ray's {resource}s", "no Ray is running here", START_RAY)
     try:
-        return npus_of_cluster()
+        return devices_of_cluster(resource)
     finally:
         ray.shutdown()
 
 
-def npus_of_cluster() -> Finding:
-    free, total = ray.available_resources().get("NPU", 0), ray.cluster_resources().get("NPU", 0)
+def devices_of_cluster(resource: str) -> Finding:
+    subject = f"Ray's {resource}s"
+    free, total = (found.get(resource, 0) for found in (ray.available_resources(), ray.cluster_resources()))
     if total:
-        return Finding("Ray's NPUs", f"{free:g} of {total:g} free")
-    return Finding("Ray's NPUs", "the cluster has none", f"once devices are listed above, {START_RAY}")
+        return Finding(subject, f"{free:g} of {total:g} free")
+    return Finding(subject, "the cluster has none", f"once devices are listed above, {START_RAY}")
 
 
 def _version(file: Path) -> str | None:

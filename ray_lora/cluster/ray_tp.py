@@ -150,7 +150,8 @@ class RayTPExecutor:
         return [
             actor_class.options(
                 num_cpus=num_cpus,
-                resources=devices,
+                num_gpus=devices.get("GPU"),  # to Ray these are, like CPUs, none of the others
+                resources={name: count for name, count in devices.items() if name != "GPU"},
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank),
             ).remote(config, rank)
             for rank in range(size)
@@ -215,8 +216,12 @@ class RayTPExecutor:
 
 
 def device_resources(config: EngineConfig) -> dict[str, float]:
-    """What Ray reserves for a rank beside CPUs; it then shows the rank no other NPU (`ASCEND_RT_VISIBLE_DEVICES`)."""
-    return {"NPU": 1} if config.device == "npu" else {}
+    """What Ray reserves for a rank beside CPUs.
+
+    It then shows the rank no other device (`ASCEND_RT_VISIBLE_DEVICES`, `CUDA_VISIBLE_DEVICES`).
+    """
+    resources = {"cuda": {"GPU": 1.0}, "npu": {"NPU": 1.0}}
+    return resources.get(config.device, {})
 
 
 def require_ray() -> None:

@@ -14,11 +14,11 @@ REFERENCE = Backend()
 BLOCK_SIZE = 16
 
 
-def make_tables(chunks: list[tuple[int, int]], seed: int = 0) -> AttentionTables:
+def make_tables(chunks: list[tuple[int, int]], seed: int = 0, block_size: int = BLOCK_SIZE) -> AttentionTables:
     """`(new tokens, tokens before)` of each sequence; blocks are drawn at random, and a few stay unused."""
     generator = torch.Generator().manual_seed(seed)
     lengths = [new + before for new, before in chunks]
-    needed = [-(-length // BLOCK_SIZE) for length in lengths]
+    needed = [-(-length // block_size) for length in lengths]
     free = torch.randperm(sum(needed) + 4, generator=generator).tolist()
     tables = torch.zeros(len(chunks), max(needed), dtype=torch.int32)
     starts, positions, slots = [0], list[int](), list[int]()
@@ -28,22 +28,24 @@ def make_tables(chunks: list[tuple[int, int]], seed: int = 0) -> AttentionTables
         starts.append(starts[-1] + new)
         for position in range(before, before + new):
             positions.append(position)
-            slots.append(blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE)
+            slots.append(blocks[position // block_size] * block_size + position % block_size)
     int32 = [torch.tensor(values, dtype=torch.int32) for values in (starts, lengths, positions, slots)]
     return AttentionTables(int32[0], int32[1], tables, int32[2], int32[3])
 
 
-def make_cache(tables: AttentionTables, heads: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def make_cache(
+    tables: AttentionTables, heads: int, size: int, dtype: torch.dtype, block_size: int = BLOCK_SIZE
+) -> tuple[Tensor, Tensor]:
     """Random where a sequence's tokens lie, NaN everywhere else."""
     num_blocks = int(tables.block_tables.max()) + 5
     caches = []
     for seed in (1, 2):
         generator = torch.Generator().manual_seed(seed)
-        cache = torch.full((num_blocks, heads, BLOCK_SIZE, size), float("nan"))
+        cache = torch.full((num_blocks, heads, block_size, size), float("nan"))
         for sequence, length in enumerate(tables.context_lens.tolist()):
             for position in range(length):
-                block = int(tables.block_tables[sequence, position // BLOCK_SIZE])
-                cache[block, :, position % BLOCK_SIZE] = torch.randn(heads, size, generator=generator)
+                block = int(tables.block_tables[sequence, position // block_size])
+                cache[block, :, position % block_size] = torch.randn(heads, size, generator=generator)
         caches.append(cache.to(dtype))
     return caches[0], caches[1]
 

@@ -1,90 +1,15 @@
-"""Tensor-parallel ranks of the Ascend backend on CPU tensors, each a process, with gloo in place of HCCL."""
+"""What makes the Ascend backend in a rank that is a process of its own: CANN's stand-ins come before torch."""
 
-import multiprocessing
-import sys
-import traceback
-from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING
 
-from ray_lora.adapter import AdapterManifest
-from ray_lora.config import EngineConfig
-from ray_lora.step import ModelInfo, StepPlan, StepResult
-
-TIMEOUT_S = 240
+if TYPE_CHECKING:
+    from ray_lora.backends.base import Backend
 
 
-def serve_rank(connection: Connection, config: EngineConfig, rank: int, init_method: str) -> None:
-    """One rank: answers calls of the worker's methods until it is told None."""
+def npu_on_cpu() -> "Backend":
     from stub_cann import load_stub_cann
 
     load_stub_cann()
     from npu_references import NPUOnCPU
 
-    from ray_lora.cluster import worker as worker_module
-
-    vars(worker_module)["make_backend"] = lambda device: NPUOnCPU()
-    worker = worker_module.Worker(config, rank)
-    connection.send(worker.start(init_method))
-    while (call := connection.recv()) is not None:
-        method, arguments = call
-        try:
-            connection.send(getattr(worker, method)(*arguments))
-        except BaseException:
-            traceback.print_exc(file=sys.stderr)
-            raise
-
-
-class ProcessExecutor:
-    """Implements `Executor` as far as a test needs it."""
-
-    def __init__(self, config: EngineConfig) -> None:
-        from ray_lora.cluster.rank_groups import meeting_point
-
-        address, context = meeting_point("127.0.0.1"), multiprocessing.get_context("spawn")
-        self._connections, self._processes = list[Any](), list[Any]()
-        for rank in range(config.tensor_parallel_size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=serve_rank, args=(theirs, config, rank, address), daemon=True)
-            process.start()
-            self._connections.append(ours)
-            self._processes.append(process)
-        self.infos: list[ModelInfo] = self._receive(self._connections)
-
-    @property
-    def info(self) -> ModelInfo:
-        return self.infos[0]
-
-    def execute(self, plan: StepPlan) -> StepResult:
-        result: StepResult = self._call("execute", plan)[0]
-        return result
-
-    def inspect_adapter(self, source: str) -> AdapterManifest:
-        self._connections[0].send(("inspect_adapter", (source,)))
-        manifest: AdapterManifest = self._receive(self._connections[:1])[0]
-        return manifest
-
-    def stage_adapter(self, manifest: AdapterManifest) -> None:
-        self._call("stage_adapter", manifest)
-
-    def drop_adapter(self, version: str, forget: bool = True) -> None:
-        self._call("drop_adapter", version, forget)
-
-    def check_health(self) -> None:
-        assert all(process.is_alive() for process in self._processes)
-
-    def shutdown(self) -> None:
-        for connection, process in zip(self._connections, self._processes, strict=True):
-            connection.send(None)
-            process.join()
-
-    def _call(self, method: str, *arguments: Any) -> list[Any]:
-        for connection in self._connections:
-            connection.send((method, arguments))
-        return self._receive(self._connections)
-
-    def _receive(self, connections: list[Any]) -> list[Any]:
-        answers = []
-        for connection in connections:
-            assert connection.poll(TIMEOUT_S), "a rank does not answer"
-            answers.append(connection.recv())
-        return answers
+    return NPUOnCPU()

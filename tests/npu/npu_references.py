@@ -10,17 +10,30 @@ from typing import Any
 
 import torch
 import torch_npu
-from lora_launches import LaunchedLora
-from recorded_graphs import install, update_recorded
+from recorded_graphs import Recorder, install, update_recorded
 from torch import Tensor
 
 from ray_lora.backends.npu import NPUBackend
+from tests.lora_launches import Kernel, LaunchedLora
 
 install()
 LIBRARY = torch.library.Library("npu", "IMPL", "CPU")
 CALLED: set[str] = set()
 """Names of the operators that have run."""
 TRIANGLE = torch.ones(2048, 2048, dtype=torch.int8).triu(1)
+
+
+class RecordedKernel(Kernel):
+    """A capture keeps what it was launched with."""
+
+    def run(self, *passed: Any) -> None:
+        if Recorder.current is not None:
+            Recorder.current.launch(super().run, *passed)
+        super().run(*passed)
+
+
+class RecordedLora(LaunchedLora):
+    decode_kernel, prefill_kernel = RecordedKernel(has_rows=True), RecordedKernel(has_rows=False)
 
 
 class NPUOnCPU(NPUBackend):
@@ -35,7 +48,7 @@ class NPUOnCPU(NPUBackend):
     def __init__(self, device: str = "cpu", is_interpreted: bool = False) -> None:
         super().__init__(device)
         if not is_interpreted:
-            self._lora = LaunchedLora("npu", decode_programs=1, prefill_programs=1)
+            self._lora = RecordedLora("npu", decode_programs=1, prefill_programs=1)
 
     def open_device(self) -> tuple[int, int]:
         return 3, 5

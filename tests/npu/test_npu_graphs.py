@@ -9,10 +9,9 @@ import pytest
 import torch
 import torch_npu
 from fake_executor import FakeTokenizer
-from npu_ranks import ProcessExecutor
+from npu_ranks import npu_on_cpu
 from npu_references import NPUOnCPU
 from recorded_graphs import RecordedGraph, record_graph
-from test_npu_tokens import FRANCE, ROOT, TEA, make_config
 from torch_npu.npu import graphs
 
 from ray_lora.cluster.local import LocalExecutor
@@ -20,6 +19,8 @@ from ray_lora.config import EngineConfig
 from ray_lora.engine.engine_core import EngineCore
 from ray_lora.engine.executor import Executor
 from ray_lora.request import GenerateRequest, SamplingParams
+from tests.demo_tokens import FRANCE, ROOT, TEA, make_config
+from tests.rank_processes import ProcessExecutor
 
 SIZES = (1, 2, 4)
 ARRIVALS: dict[int, list[tuple[list[int], str | None, int]]] = {
@@ -112,7 +113,7 @@ def test_adapters_come_and_go_between_replays_of_every_size(
 
 def test_three_ranks_replay_their_all_reduces(tmp_path: Path, launched: list[list[int]]) -> None:
     config = configured(tmp_path, tensor_parallel_size=3)
-    assert serve(config, ProcessExecutor(config)) == launched
+    assert serve(config, ProcessExecutor(config, npu_on_cpu)) == launched
 
 
 def test_every_decode_step_is_a_replay(tmp_path: Path, on_cpu: None) -> None:

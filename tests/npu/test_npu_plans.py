@@ -12,7 +12,8 @@ from npu_references import NPUOnCPU
 from test_random_traces import VERSIONS, EngineTrace
 
 from ray_lora.architecture import parse_architecture
-from ray_lora.backends.npu_tables import NPUAttentionTables, NPUSegments, StaticTables
+from ray_lora.backends.npu import NPUAttentionTables
+from ray_lora.backends.static_tables import StaticTables, TiledSegments
 from ray_lora.model.batch import build_batch
 from ray_lora.model.rotary import RotaryTables
 from ray_lora.ops.step_tables import StepLimits, StepTables
@@ -65,7 +66,7 @@ class NPUTrace(EngineTrace):
         step = self.backend.place(batch)
         self.check_attention(plan, step)
         for name, segments in step.segments.items():
-            assert isinstance(segments, NPUSegments)
+            assert isinstance(segments, TiledSegments)
             self.check_lora(plan, name, segments)
 
     def check_attention(self, plan: StepPlan, step: StepTables) -> None:
@@ -87,7 +88,7 @@ class NPUTrace(EngineTrace):
             address = getattr(tables, name).data_ptr()
             assert self.addresses.setdefault(name, address) == address, f"{name} has moved"
 
-    def check_lora(self, plan: StepPlan, linear: str, segments: NPUSegments) -> None:
+    def check_lora(self, plan: StepPlan, linear: str, segments: TiledSegments) -> None:
         tiles, pages = segments.plan, segments.plan.pages.tolist()
         assert all(0 <= page < self.limits.max_pages for page in pages)
         NPUTrace.seen.update({"decode tiles": tiles.num_decode_tiles, "prefill tiles": tiles.num_prefill_tiles})

@@ -4,7 +4,6 @@ import ctypes
 from typing import Any, NamedTuple
 
 import torch
-from recorded_graphs import Recorder
 from torch import Tensor
 
 from ray_lora.adapter import PAGE_RANK
@@ -31,7 +30,7 @@ class Pointer(NamedTuple):
 
 
 class Kernel:
-    """One of both; `kernel[grid](...)` runs it, and a capture keeps what it was launched with."""
+    """One of both; `kernel[grid](...)` runs it."""
 
     def __init__(self, has_rows: bool) -> None:
         self._has_rows = has_rows
@@ -41,13 +40,11 @@ class Kernel:
 
         def launch(*args: Any) -> None:
             passed = tuple(Pointer(arg.data_ptr(), arg.dtype) if isinstance(arg, Tensor) else arg for arg in args)
-            if Recorder.current is not None:
-                Recorder.current.launch(self._run, *passed)
-            self._run(*passed)
+            self.run(*passed)
 
         return launch
 
-    def _run(self, y: Pointer, x: Pointer, pool_a: Pointer, pool_b: Pointer, slices: Pointer, *rest: Any) -> None:
+    def run(self, y: Pointer, x: Pointer, pool_a: Pointer, pool_b: Pointer, slices: Pointer, *rest: Any) -> None:
         (rows,) = rest[:1] if self._has_rows else (None,)
         tiles, pages, *sizes = rest[self._has_rows :]
         stride_y, stride_x, in_features, out_features, num_slices, num_work, max_rows, max_pages, *_ = sizes

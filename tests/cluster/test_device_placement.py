@@ -1,4 +1,4 @@
-"""Ranks of the Ascend backend ask Ray for an NPU each, on one node, and each sees its own alone."""
+"""Ranks on NPUs and GPUs ask Ray for one each, on one node, and each sees its own alone."""
 
 import os
 import sys
@@ -23,15 +23,19 @@ ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
 
+VISIBLE = {"NPU": "ASCEND_RT_VISIBLE_DEVICES", "GPU": "CUDA_VISIBLE_DEVICES"}
+
+
 class PlacedWorker(worker_module.Worker):
-    """A rank that Ray places as one of the Ascend backend, and that computes on the CPU."""
+    """A rank that Ray places as one of its backend, and that computes on the CPU."""
 
     def start(self, init_method: str | None = None) -> ModelInfo:
         vars(worker_module)["make_backend"] = lambda device: CPUBackend()
         return super().start(init_method)
 
-    def placement(self) -> tuple[str, str | None]:
-        return ray.get_runtime_context().get_node_id(), os.environ.get("ASCEND_RT_VISIBLE_DEVICES")
+    def placement(self) -> tuple[str, dict[str, str | None]]:
+        visible = {resource: os.environ.get(variable) for resource, variable in VISIBLE.items()}
+        return ray.get_runtime_context().get_node_id(), visible
 
 
 @pytest.fixture(scope="module")
@@ -47,29 +51,31 @@ def make_config(checkpoint: Path, **args: Any) -> EngineConfig:
     return EngineConfig.parse(settings | args)
 
 
-def wait_for_free_npus(count: int) -> None:
+def wait_for_free(resource: str, count: int) -> None:
     """What Ray says of resources lags behind."""
     deadline = time.monotonic() + 20
-    while ray.available_resources().get("NPU", 0) != count:
+    while ray.available_resources().get(resource, 0) != count:
         assert time.monotonic() < deadline
         time.sleep(0.1)
 
 
+@pytest.mark.parametrize(("device", "resource"), [("npu", "NPU"), ("cuda", "GPU")])
 @pytest.mark.parametrize("tp_size", [1, 4])
-def test_each_rank_sees_one_npu_of_its_own(tp_size: int, checkpoint: Path) -> None:
-    config = make_config(checkpoint, tensor_parallel_size=tp_size)
+def test_each_rank_sees_one_device_of_its_own(device: str, resource: str, tp_size: int, checkpoint: Path) -> None:
+    config = make_config(checkpoint, device=device, tensor_parallel_size=tp_size)
     assert config.uses_ray
     executor = RayTPExecutor(config, PlacedWorker)
     try:
-        nodes, devices = zip(*executor._call_all("placement", "health"), strict=True)
+        nodes, visible = zip(*executor._call_all("placement", "health"), strict=True)
+        devices = [of_rank[resource] for of_rank in visible]
         assert len(set(nodes)) == 1
         assert len(set(devices)) == tp_size
         assert all(device in map(str, range(8)) for device in devices)
         assert placement_group_table(executor._group)["strategy"] == "STRICT_PACK"
-        wait_for_free_npus(8 - tp_size)
+        wait_for_free(resource, 8 - tp_size)
     finally:
         executor.shutdown()
-    wait_for_free_npus(8)
+    wait_for_free(resource, 8)
 
 
 def test_another_strategy_is_taken_only_where_it_is_named(checkpoint: Path) -> None:

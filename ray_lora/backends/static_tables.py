@@ -1,36 +1,24 @@
-"""A step's tables on an NPU: each at a place of its own for good, and all sent by one copy."""
+"""A step's tables on a device: each at a place of its own for good, and all sent by one copy."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from ray_lora.backends.base import Tables
 from ray_lora.backends.lora_plan import LoraPlan
 from ray_lora.ops.attention import AttentionTables
 from ray_lora.ops.lora import Segments
-from ray_lora.ops.step_tables import StepLimits
+from ray_lora.ops.step_tables import StepLimits, moved
 
 ALIGNMENT = 128
-"""Tables start at multiples of so many entries: 512 bytes, the coarsest alignment of the chip's buffers."""
+"""Tables start at multiples of so many entries: 512 bytes, the coarsest alignment of an NPU's buffers."""
 
 
 @dataclass(frozen=True, slots=True)
-class NPUAttentionTables(AttentionTables):
-    """What torch_npu's attention and rotary operators want besides."""
-
-    query_ends: tuple[int, ...]
-    context_lens_host: tuple[int, ...]
-    """`query_starts[1:]` and `context_lens` on the host, for they are arguments and not tensors. (In layout TND lengths
-    of keys are running sums too, but not where there is a block table.)"""
-    cos: Tensor
-    sin: Tensor
-    """[1, num_tokens, 1, head_dim] in the type of the activations: each row's angles, for both halves of a head."""
-
-
-@dataclass(frozen=True, slots=True)
-class NPUSegments(Segments):
+class TiledSegments(Segments):
     """Segments on the host, and the tiles they are cut into, on the device."""
 
     plan: LoraPlan
@@ -111,6 +99,29 @@ def table_capacities(limits: StepLimits) -> dict[str, int]:
     for linear in limits.linears:
         capacities |= {f"{linear} {name}": entries for name, entries in zip(LORA_TABLES, room, strict=True)}
     return capacities
+
+
+def send_step(
+    static: StaticTables, step: Tables, cut: Callable[[Segments], LoraPlan]
+) -> tuple[dict[str, Tensor], Tables]:
+    """Send all tables of a step to the device, its segments as the tiles that `cut` makes of them.
+
+    Returns:
+        The fields of its `AttentionTables` on the device, and the step with the rest there.
+    """
+    static.begin()
+    token_ids = static.put("token_ids", step.token_ids)
+    sent = {field.name: static.put(field.name, getattr(step.tables, field.name)) for field in fields(AttentionTables)}
+    plans: dict[int, LoraPlan] = {}
+    segments: dict[str, TiledSegments] = {}
+    for linear, part in step.segments.items():
+        if id(part) not in plans:
+            plans[id(part)] = cut(part)
+        plan = put_plan(static, linear, plans[id(part)])
+        segments[linear] = TiledSegments(part.rows, part.row_starts, part.pages, part.page_starts, plan)
+    static.send()
+    outputs = moved(step.outputs, token_ids.device)
+    return sent, replace(step, token_ids=token_ids, segments=segments, outputs=outputs)
 
 
 def put_plan(tables: StaticTables, linear: str, plan: LoraPlan) -> LoraPlan:
