@@ -64,7 +64,8 @@ class StepPlan:
     sequences: tuple[SequencePlan, ...]
     adapters: tuple[AdapterPlan, ...] = ()
     page_ins: tuple[AdapterPlan, ...] = ()
-    """Adapters to be written from host memory into their pages before the step computes."""
+    """Adapters to be written from host memory into their pages before the step computes, in this order. One whose
+    request had to give way in the same step is not used by it."""
     starts: tuple[SequenceStart, ...] = ()
     finished: tuple[int, ...] = ()
     """Requests that ended since the last plan; their sampling state is dropped."""

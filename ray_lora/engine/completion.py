@@ -92,7 +92,7 @@ class RequestGroup:
         if self._told_prompt:
             return GenerateChunk(self.request.request_id, tuple(deltas), metrics=metrics)
         self._told_prompt = True
-        first = self.completions[0].sequence
+        first = self.completions[deltas[0].index].sequence  # its prompt is whole: others may have given way before
         prompt_logprobs = None
         if first.sampling_params.prompt_logprobs is not None:
             entries = [logprobs_dict(entry, self._tokenizer) for entry in first.prompt_logprobs]

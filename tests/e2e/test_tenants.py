@@ -164,7 +164,7 @@ def test_a_key_over_its_limits_gets_429_while_others_are_served(tenants: Tenants
         assert ask(busy, "smollm2")
 
 
-def test_a_flood_is_refused_at_once_beyond_what_may_wait_and_harms_nobody(tenants: Tenants) -> None:
+def test_a_flood_is_refused_at_once_beyond_what_is_in_time_and_harms_nobody(tenants: Tenants) -> None:
     def flood(index: int) -> httpx.Response:
         return tenants.post(
             "acme", "/v1/completions", model="smollm2", prompt=[index + 5], max_tokens=40, ignore_eos=True
@@ -175,7 +175,7 @@ def test_a_flood_is_refused_at_once_beyond_what_may_wait_and_harms_nobody(tenant
     served = [answer for answer in answers if answer.status_code == 200]
     refused = [answer for answer in answers if answer.status_code == 503]
     assert len(served) + len(refused) == 60
-    assert len(served) >= 12
+    assert len(served) >= 4, "as many as run at once"
     assert refused
     assert all(answer.headers["retry-after"] == "1" for answer in refused)
     assert all(answer.json()["usage"]["completion_tokens"] == 40 for answer in served)

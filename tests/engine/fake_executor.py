@@ -222,7 +222,7 @@ class FakeExecutor:
         assert set(indices) - {-1} == set(range(len(plan.adapters))), "an adapter is unused or unknown"
         assert len(plan.adapters) <= self.max_loras
         assert len({adapter.version for adapter in plan.adapters}) == len(plan.adapters)
-        assert set(plan.page_ins) <= set(plan.adapters), "pages in what the step does not use"
+        assert {adapter.version for adapter in plan.page_ins} <= set(self.staged), "pages in what the ranks do not hold"
         pages = [page for adapter in plan.adapters for page in adapter.pages]
         assert len(set(pages)) == len(pages), "two adapters share a page"
         assert all(0 <= page < self.num_lora_pages for page in pages)

@@ -405,3 +405,16 @@ def test_requests_get_an_id_only_if_they_bring_none() -> None:
     assert group.request.request_id.startswith("req-")
     driver.run()
     assert driver.outputs[group].request_id == group.request.request_id
+
+
+@pytest.mark.parametrize("num_before", range(9))
+@pytest.mark.parametrize("max_num_seqs", [2, 3])
+def test_the_prompt_is_told_whole_whichever_completion_comes_first(num_before: int, max_num_seqs: int) -> None:
+    settings = {"max_model_len": 16, "block_size": 2, "num_blocks": 8, "enable_prefix_caching": False}
+    driver = CoreDriver(max_num_seqs=max_num_seqs, max_num_batched_tokens=5, **settings)
+    for index in range(num_before):
+        driver.add([1] * (1 + index % 5), max_tokens=3)
+    group = driver.add([1] * 9, n=2, prompt_logprobs=0, max_tokens=3)
+    driver.run()
+    driver.check_output(group)
+    driver.check_idle()
