@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 import psutil
 import pytest
 from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
 
 from ray_lora.config import EngineConfig
 from tests.faults.served_app import App, deploy, processes, ranks, served, wait_for
@@ -77,7 +79,7 @@ def held() -> list[set[str]]:
     """The adapters of every replica, as it says itself."""
     try:
         answers = serve.get_deployment_handle("LLMReplica", "faults").broadcast("list_adapters").results(timeout_s=30)
-    except Exception:
+    except (RayError, RayServeException, TimeoutError):  # one is dying, or none is there
         return []
     return [{info.name for info in infos} for infos in answers]
 
