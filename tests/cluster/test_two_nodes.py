@@ -1,21 +1,17 @@
 """Ranks on two nodes that share neither network nor files: the same tokens, and a lost node is noticed."""
 
-import json
-import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from two_nodes import NAMESPACES
+from two_nodes import NAMESPACES, run_on_two_nodes
 
 from tests.tiny import expected_tokens, make_adapter, make_checkpoint, random_prompts
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
-ROOT = Path(__file__).parents[2]
 NUM_TOKENS = 12
 STEP_TIMEOUT_S = 10.0
 Run = Callable[..., dict[str, Any]]
@@ -51,25 +47,8 @@ def two_nodes(checkpoint: Path, adapter: Path, tmp_path: Path) -> Run:
             "num_threads": 1,
         }
         case = {"args": args, "adapters": adapters, "prompts": prompts, "max_tokens": NUM_TOKENS, "loss": loss}
-        result = subprocess.run(
-            [*NAMESPACES, sys.executable, Path(__file__).with_name("two_nodes.py")],
-            input=json.dumps(case | {"adapter": str(adapter), "only_here": str(adapter.parent)}),
-            env=os.environ
-            | {
-                "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-                "PYTHONPATH": str(ROOT),
-                "RAY_USAGE_STATS_ENABLED": "0",
-                "RAY_AUTH_MODE": "token",
-                "RAY_AUTH_TOKEN": "0123456789abcdef0123456789abcdef",
-            },
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert result.returncode == 0, result.stderr[-6000:]
-        told: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
-        return told
+        case |= {"adapter": str(adapter), "only_here": str(adapter.parent)}
+        return run_on_two_nodes(Path(__file__).with_name("two_nodes.py"), case)
 
     return run
 

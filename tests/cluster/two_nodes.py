@@ -37,6 +37,30 @@ CABLE = ("node0", "node1")
 RAY_PORT = 6379
 JOIN_TIMEOUT_S = 90
 DECODING_S = 1.0
+ROOT = Path(__file__).parents[2]
+
+
+def run_on_two_nodes(script: Path, case: dict[str, Any]) -> dict[str, Any]:
+    """For tests: what a script tells that begins as this one does, in namespaces of its own."""
+    result = subprocess.run(
+        [*NAMESPACES, sys.executable, script],
+        input=json.dumps(case),
+        env=os.environ
+        | {
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": "0123456789abcdef0123456789abcdef",
+        },
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-6000:]
+    told: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    return told
 
 
 def main() -> None:

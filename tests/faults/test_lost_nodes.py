@@ -1,21 +1,17 @@
 """Of two nodes one is lost for good: what was there comes back on the other one, with its adapters."""
 
-import json
-import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cluster.two_nodes import HEAD_NAME, NAMESPACES, OTHER_NAME
+from tests.cluster.two_nodes import HEAD_NAME, NAMESPACES, OTHER_NAME, run_on_two_nodes
 from tests.tiny import expected_tokens, make_adapter, make_checkpoint, random_prompts
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 
-ROOT = Path(__file__).parents[2]
 NUM_TOKENS = 60
 TWO_REPLICAS: dict[str, Any] = {"num_replicas": 2, "title": "LLMReplica", "by_url": False, "args": {}}
 """Each with the whole model, one a node; the adapters' paths exist on the first node alone."""
@@ -58,7 +54,7 @@ def test_what_a_lost_node_had_is_served_again_by_the_other_one(
         "prompts": random_prompts(2, 322, longest=30),
         "max_tokens": NUM_TOKENS,
     }
-    told = run_on_two_nodes(case)
+    told = run_on_two_nodes(Path(__file__).with_name("serve_two_nodes.py"), case)
     tell(told["said"])
     assert told["before"] == 1, "one of two was on the other node"
     for model, prompt, tokens in told["tokens"]:
@@ -68,26 +64,3 @@ def test_what_a_lost_node_had_is_served_again_by_the_other_one(
     assert told["adapters"] == ["a0", "a1"]
     assert told["refusal"]["code"] == 404
     assert any(f"does not exist on {name};" in told["refusal"]["message"] for name in (HEAD_NAME, OTHER_NAME))
-
-
-def run_on_two_nodes(case: dict[str, Any]) -> dict[str, Any]:
-    """What `serve_two_nodes.py` tells."""
-    result = subprocess.run(
-        [*NAMESPACES, sys.executable, Path(__file__).with_name("serve_two_nodes.py")],
-        input=json.dumps(case),
-        env=os.environ
-        | {
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "PYTHONPATH": str(ROOT),
-            "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_AUTH_MODE": "token",
-            "RAY_AUTH_TOKEN": "0123456789abcdef0123456789abcdef",
-        },
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr[-6000:]
-    told: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
-    return told
