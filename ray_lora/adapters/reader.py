@@ -27,7 +27,7 @@ from ray_lora.adapters.shard_cut import shard_weights
 from ray_lora.adapters.shard_file import read_shard, write_shard
 from ray_lora.adapters.store import WEIGHTS_FILE, AdapterStore
 from ray_lora.architecture import Architecture
-from ray_lora.errors import AdapterRejectedError, InvalidRequestError, NotFoundError
+from ray_lora.errors import AdapterRejectedError, CapacityError, InvalidRequestError, NotFoundError
 from ray_lora.names import url_scheme, without_credentials
 
 MAX_KEPT = 2
@@ -67,7 +67,7 @@ class AdapterReader:
         self.tp_size = tp_size
         self.dtype = dtype
         self._lock = threading.Lock()
-        self._kept: OrderedDict[str, Shards] = OrderedDict()
+        self._kept: OrderedDict[str, tuple[AdapterManifest, Shards]] = OrderedDict()
         self._in_use: set[str] = set()
 
     def inspect(self, source: str, version: str | None = None) -> AdapterManifest:
@@ -87,7 +87,7 @@ class AdapterReader:
         begin = time.monotonic()
         with self._fetched(source) as directory:
             fetched = time.monotonic()
-            manifest = self._inspect(directory, without_credentials(source))
+            manifest = self._inspect_and_keep(directory, without_credentials(source))
         return replace(manifest, fetch_s=fetched - begin, parse_s=time.monotonic() - fetched)
 
     def validate(self, source: str) -> AdapterValidation:
@@ -98,7 +98,9 @@ class AdapterReader:
         """
         with self._fetched(source) as directory:
             try:
-                return AdapterValidation(self._inspect(directory, without_credentials(source)), ())
+                manifest, _ = self._inspect(directory, without_credentials(source))
+                self.store.give_back(manifest.version)
+                return AdapterValidation(manifest, ())
             except AdapterRejectedError as error:
                 errors = [error]
                 with suppress(AdapterRejectedError):
@@ -115,13 +117,17 @@ class AdapterReader:
         with self.store.incoming() as directory:
             (directory / CONFIG_FILE).write_bytes(files.config)
             (directory / WEIGHTS_FILE).write_bytes(files.weights)
-            return self._inspect(directory, source)
+            return self._inspect_and_keep(directory, source)
 
     def _inspect_copy(self, version: str, source: str) -> AdapterManifest | None:
         """None if there is no whole copy of this content."""
+        with self._lock:
+            if version in self._kept:
+                self._kept.move_to_end(version)
+                return replace(self._kept[version][0], source=without_credentials(source))
         if self.store.has(version):
             with suppress(AdapterRejectedError, NotFoundError):
-                manifest = self._inspect(self.store.directory / version, without_credentials(source))
+                manifest = self._inspect_and_keep(self.store.directory / version, without_credentials(source))
                 if manifest.version == version:
                     return manifest
         return None
@@ -138,7 +144,19 @@ class AdapterReader:
             fetch(source, directory, self.store.max_adapter_bytes, self.fetch_retries)
             yield directory
 
-    def _inspect(self, directory: Path, source: str) -> AdapterManifest:
+    def _inspect_and_keep(self, directory: Path, source: str) -> AdapterManifest:
+        manifest, shards = self._inspect(directory, source)
+        with self._lock:
+            if manifest.version in self._kept:
+                self.store.give_back(manifest.version)
+            self._kept[manifest.version] = manifest, shards
+            self._kept.move_to_end(manifest.version)
+            while len(self._kept) > MAX_KEPT:
+                self.store.give_back(self._kept.popitem(last=False)[0])
+        return manifest
+
+    def _inspect(self, directory: Path, source: str) -> tuple[AdapterManifest, Shards]:
+        """The store keeps the content until it is given back."""
         checked: list[tuple[AdapterWeights, Shards, tuple[str, ...]]] = []
 
         def check(copy: Path, version: str) -> None:
@@ -150,8 +168,7 @@ class AdapterReader:
         ((weights, shards, digests),) = checked
         changed = {projection for _, projection in (*weights.modules, *weights.outputs)}
         others = dict.fromkeys((*weights.vocabulary, *weights.saved, *weights.token_rows))
-        self._keep(path.name, shards)
-        return AdapterManifest(
+        manifest = AdapterManifest(
             version=path.name,
             path=str(path),
             source=source,
@@ -161,12 +178,13 @@ class AdapterReader:
             shard_bytes=max(shard.header.num_bytes for shard in shards),
             shard_digests=digests,
         )
+        return manifest, shards
 
     def read(self, manifest: AdapterManifest) -> Shards:
         """What the ranks hold of an inspected adapter, which is what `manifest.shard_digests` say.
 
         Raises:
-            AdapterRejectedError: the copy in the store is gone or damaged.
+            AdapterRejectedError, CapacityError: as `keep`, or the copy in the store is damaged.
         """
         return self.keep(manifest) or self._stored(manifest) or self._cut_again(manifest)
 
@@ -174,17 +192,23 @@ class AdapterReader:
         """Let the store keep an inspected adapter until it is forgotten; its shards, if they are still in memory.
 
         Raises:
-            AdapterRejectedError: the copy in the store is gone.
+            AdapterRejectedError: somebody has removed the copy from the store while it was in use.
+            CapacityError: it had to leave the store before it came to be used.
         """
         version = manifest.version
         with self._lock:
-            kept = self._kept.pop(version, None)
-            if kept is None and not self.store.take(version):
-                reject(WEIGHTS_FILE, f"adapter {version} is no longer in the store; load it again")
+            _, shards = self._kept.pop(version, (None, None))
+            if shards is None and not self.store.take(version):
+                if version in self._in_use:
+                    reject(WEIGHTS_FILE, f"adapter {version} is no longer in the store; load it again")
+                raise CapacityError(
+                    f"adapter {version} had to leave the store for others that were loaded at the same time; "
+                    f"adapter_store_max_bytes {self.store.max_bytes} does not hold them all"
+                )
             if version in self._in_use:
                 self.store.give_back(version)
             self._in_use.add(version)
-        return kept
+        return shards
 
     def _stored(self, manifest: AdapterManifest) -> Shards | None:
         shards = []
@@ -215,12 +239,3 @@ class AdapterReader:
             if version in self._in_use:
                 self._in_use.discard(version)
                 self.store.give_back(version)
-
-    def _keep(self, version: str, shards: Shards) -> None:
-        with self._lock:
-            if version in self._kept:
-                self.store.give_back(version)
-            self._kept[version] = shards
-            self._kept.move_to_end(version)
-            while len(self._kept) > MAX_KEPT:
-                self.store.give_back(self._kept.popitem(last=False)[0])

@@ -50,7 +50,7 @@ class LocalExecutor:
             try:
                 return self._threads.submit(self._worker.stage_adapter, manifest).result()
             except BaseException:
-                self._worker.drop_adapter(manifest.version)
+                self._worker.drop_adapter(manifest.version, forget=False)
                 raise
 
     def drop_adapter(self, version: str, forget: bool = True) -> None:

@@ -101,7 +101,7 @@ class RayTPExecutor:
             times: StagingTimes = self._call_all("stage_adapter", "adapters", manifest)[0]
             return times
         except BaseException:
-            self.drop_adapter(manifest.version)
+            self.drop_adapter(manifest.version, forget=False)
             raise
 
     def drop_adapter(self, version: str, forget: bool = True) -> None:

@@ -53,7 +53,7 @@ class Executor(Protocol):
         """Keep an inspected adapter's files, from where it can be staged, until it is dropped.
 
         Raises:
-            AdapterRejectedError: they are gone already.
+            CapacityError: they had to leave the store already.
         """
 
     def stage_adapter(self, manifest: AdapterManifest) -> StagingTimes:

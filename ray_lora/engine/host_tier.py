@@ -18,7 +18,7 @@ from ray_lora.engine.adapter_manager import AdapterManager
 from ray_lora.engine.engine_metrics import EngineMetrics
 from ray_lora.engine.executor import Executor
 from ray_lora.engine.shared_calls import SharedCalls
-from ray_lora.errors import CapacityError, EngineDeadError
+from ray_lora.errors import CapacityError, EngineDeadError, RayLoraError
 
 T = TypeVar("T")
 
@@ -80,7 +80,12 @@ class HostTier:
             await asyncio.to_thread(self._executor.drop_adapter, idle, forget=False)
             del self._held[idle]
             self._on_disk.add(idle)
-        times = await asyncio.to_thread(self._executor.stage_adapter, manifest)
+        try:
+            times = await asyncio.to_thread(self._executor.stage_adapter, manifest)
+        except RayLoraError:
+            if manifest.version not in self._on_disk:
+                await asyncio.to_thread(self._executor.drop_adapter, manifest.version)
+            raise
         self._held[manifest.version] = manifest.shard_bytes
         self._on_disk.discard(manifest.version)
         return times
@@ -102,7 +107,7 @@ class HostTier:
         """Keep the files of an adapter, unless it is in host memory. Hold the lock.
 
         Raises:
-            AdapterRejectedError: they are gone already.
+            CapacityError: they had to leave the store already.
         """
         if manifest.version not in self._held and manifest.version not in self._on_disk:
             await asyncio.to_thread(self._executor.keep_adapter, manifest)

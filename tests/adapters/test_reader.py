@@ -18,7 +18,7 @@ from ray_lora.adapters.peft_weights import AdapterWeights
 from ray_lora.adapters.reader import AdapterReader, Shards
 from ray_lora.adapters.store import AdapterStore
 from ray_lora.architecture import Architecture
-from ray_lora.errors import AdapterRejectedError, InvalidRequestError, NotFoundError
+from ray_lora.errors import AdapterRejectedError, CapacityError, InvalidRequestError, NotFoundError
 
 
 def no_base() -> BaseLayers:
@@ -105,8 +105,18 @@ def test_a_kept_adapter_stays_in_the_store_until_it_is_forgotten(
     for alpha in range(11, 15):
         set_alpha(adapter_dir, alpha)
         reader.inspect(str(adapter_dir))
-    with pytest.raises(AdapterRejectedError, match="no longer in the store"):
+    with pytest.raises(CapacityError, match="had to leave the store"):
         reader.keep(first)
+
+
+def test_a_copy_that_somebody_removed_while_it_was_in_use_is_no_lack_of_room(
+    reader: AdapterReader, adapter_dir: Path
+) -> None:
+    manifest = reader.inspect(str(adapter_dir))
+    reader.keep(manifest)
+    shutil.rmtree(manifest.path)
+    with pytest.raises(AdapterRejectedError, match="no longer in the store"):
+        reader.read(manifest)
 
 
 def test_a_read_after_its_inspection_reads_no_file(reader: AdapterReader, adapter_dir: Path, reads: list[Path]) -> None:
@@ -207,8 +217,10 @@ def test_only_the_last_inspections_are_kept_in_memory(reader: AdapterReader, ada
     for alpha in (1, 2, 3):
         set_alpha(adapter_dir, alpha)
         manifests.append(reader.inspect(str(adapter_dir)))
+    set_alpha(adapter_dir, 4)
+    assert reader.validate(str(adapter_dir)).manifest is not None
     kept = [reader.keep(manifest) is not None for manifest in manifests]
-    assert kept == [False, True, True]
+    assert kept == [False, True, True], "a dry run is none of them"
 
 
 def test_a_manifest_can_be_read_when_the_source_is_gone(
@@ -247,6 +259,8 @@ def test_of_a_content_that_is_known_a_copy_does_though_the_source_has_changed(
 
 def test_a_damaged_copy_does_not_do(reader: AdapterReader, adapter_dir: Path) -> None:
     first = reader.inspect(str(adapter_dir))
+    reader.read(first)
+    reader.forget(first.version)
     weights = Path(first.path) / "adapter_model.safetensors"
     weights.chmod(0o644)
     weights.write_bytes(b"damaged")
@@ -255,7 +269,7 @@ def test_a_damaged_copy_does_not_do(reader: AdapterReader, adapter_dir: Path) ->
 
 
 def test_a_content_travels_to_another_store_as_it_is(
-    reader: AdapterReader, adapter_dir: Path, tmp_path: Path, arch: Architecture
+    reader: AdapterReader, adapter_dir: Path, tmp_path: Path, arch: Architecture, reads: list[Path]
 ) -> None:
     manifest = reader.inspect(str(adapter_dir))
     files = reader.store.files(manifest.version)
@@ -267,6 +281,8 @@ def test_a_content_travels_to_another_store_as_it_is(
     assert replace(arrived, path=manifest.path) == manifest
     assert other.store.has(manifest.version)
     assert other.inspect(manifest.source, manifest.version) == arrived
+    assert other.read(arrived)
+    assert len(reads) == 2, "once by each"
 
 
 @pytest.mark.parametrize("version", [64 * "0", "..", "", "a/b"])

@@ -86,8 +86,22 @@ async def test_a_cold_adapter_that_cannot_come_up_fails_its_own_requests_alone()
         assert [type(results[0]), type(results[2])] == [AdapterStagingError] * 2
         assert not isinstance(results[1], BaseException)
         assert results[1].outputs[0].token_ids == expected("hot", PROMPT)
+        assert ("drop", "cold") not in server.executor.calls, "its files stay"
         server.executor.before_stage = lambda _: None
         assert (await server.generate(PROMPT, "cold")).outputs[0].token_ids == expected("cold", PROMPT)
+
+
+@in_event_loop
+async def test_a_new_adapter_that_cannot_come_up_is_forgotten_on_the_ranks() -> None:
+    async with serving() as server:
+
+        def fail(_: AdapterManifest) -> None:
+            raise AdapterStagingError("rank 1 has no room")
+
+        server.executor.before_stage = fail
+        with pytest.raises(AdapterStagingError):
+            await server.load("new")
+        assert server.executor.calls[-1] == ("drop", "new")
 
 
 @in_event_loop
