@@ -23,12 +23,12 @@ from ray_lora.adapter import AdapterInfo, AdapterManifest
 from ray_lora.config import EngineConfig
 from ray_lora.engine.adapter_resolver import DirectoryResolver
 from ray_lora.engine.adapter_version import not_loaded, would_change
-from ray_lora.errors import ConfigError, NotFoundError, RayLoraError
-from ray_lora.names import check_adapter_name, url_scheme
+from ray_lora.errors import ConfigError, RayLoraError
+from ray_lora.names import check_adapter_name
 from ray_lora.serve.adapter_entry import AdapterEntry, AdapterSettings, Revision, Snapshot, in_order_of_need
 from ray_lora.serve.adapter_listing import merged
 from ray_lora.serve.adapter_registry import AdapterRegistry, is_damage
-from ray_lora.serve.replica_calls import answer, call, every_answer, told
+from ray_lora.serve.replica_calls import answer, answer_of_any, call, every_answer, told
 
 logger = logging.getLogger("ray.serve")
 T = TypeVar("T")
@@ -116,7 +116,9 @@ class AdapterDirectory:
         self, name: str, path: str, load_inplace: bool, expected_version: str | None, is_lasting: bool
     ) -> tuple[AdapterInfo, bool]:
         check_adapter_name(name, self._config.base_model_name)
-        reader, manifest = await self._inspect(path)
+        reader: str
+        manifest: AdapterManifest
+        reader, manifest = await answer_of_any(self._replicas, "inspect_adapter", path)
         version = manifest.version
         is_named = False
         try:
@@ -140,20 +142,6 @@ class AdapterDirectory:
         finally:
             if not is_named:
                 await every_answer(self._replicas, "abandon_adapter", version)
-
-    async def _inspect(self, path: str) -> tuple[str, AdapterManifest]:
-        """By one replica, or by whichever can, for a local path may lie on one node alone; and who it was."""
-        found: tuple[str, AdapterManifest]
-        try:
-            found = await answer(call(self._replicas.inspect_adapter, path))
-            return found
-        except NotFoundError:
-            if url_scheme(path) is None:
-                for each in await every_answer(self._replicas, "inspect_adapter", path):
-                    if not isinstance(each, RayLoraError):
-                        found = each
-                        return found
-            raise
 
     async def _unload(self, name: str) -> None:
         async with self._lock:

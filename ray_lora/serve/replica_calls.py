@@ -14,7 +14,8 @@ from ray.serve.exceptions import (
 )
 from ray.serve.handle import DeploymentHandle
 
-from ray_lora.errors import CapacityError, EngineDeadError, RayLoraError
+from ray_lora.errors import CapacityError, EngineDeadError, NotFoundError, RayLoraError
+from ray_lora.names import url_scheme
 
 T = TypeVar("T")
 
@@ -49,6 +50,18 @@ async def answer(response: Awaitable[Any]) -> Any:
     if isinstance(result, RayLoraError):
         raise result
     return result
+
+
+async def answer_of_any(handle: DeploymentHandle[Any], method: str, source: str, *args: object) -> Any:
+    """What one replica says of an adapter's source, or whichever can: a local path may lie on one node alone."""
+    try:
+        return await answer(call(getattr(handle, method), source, *args))
+    except NotFoundError:
+        if url_scheme(source) is None:
+            for each in await every_answer(handle, method, source, *args):
+                if not isinstance(each, RayLoraError):
+                    return each
+        raise
 
 
 async def every_answer(handle: DeploymentHandle[Any], method: str, *args: object) -> list[Any]:

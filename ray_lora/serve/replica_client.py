@@ -19,7 +19,7 @@ from ray_lora.request import GenerateChunk, GenerateRequest
 from ray_lora.serve.adapter_listing import merged
 from ray_lora.serve.outbox import Item, decode
 from ray_lora.serve.replica import Accepted
-from ray_lora.serve.replica_calls import answer, as_ours, call, every_answer
+from ray_lora.serve.replica_calls import answer, answer_of_any, as_ours, call, every_answer
 from ray_lora.serve.scaling_policy import wants_none
 from ray_lora.stats import EngineStats
 from ray_lora.step import ModelInfo
@@ -105,7 +105,7 @@ class ReplicaClient:
         return info
 
     async def validate_adapter(self, path: str, name: str | None) -> AdapterValidation:
-        found: AdapterValidation = await answer(call(self._replicas.validate_adapter, path, name))
+        found: AdapterValidation = await answer_of_any(self._replicas, "validate_adapter", path, name)
         return found
 
     async def list_adapters(self) -> list[AdapterInfo]:

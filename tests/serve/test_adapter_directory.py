@@ -402,12 +402,17 @@ async def test_a_path_of_one_node_is_found_by_the_replica_that_has_it(
 ) -> None:
     async with running(config, 3) as group:
         for engine in group.engines[:2]:
-            engine.inspect_adapter = unreachable
+            engine.inspect_adapter = engine.validate_adapter = unreachable
+        found = await group.client.validate_adapter(adapter(8), None)
+        assert found.manifest is not None
+        assert found.manifest.version == "v8"
         await group.client.load_adapter("a", adapter(8))
         assert group.held() == [{"a": ("v8", False)}] * 3
-        group.engines[2].inspect_adapter = unreachable
+        group.engines[2].inspect_adapter = group.engines[2].validate_adapter = unreachable
         with pytest.raises(NotFoundError):
             await group.client.load_adapter("b", adapter(9))
+        with pytest.raises(NotFoundError):
+            await group.client.validate_adapter(adapter(9), None)
 
 
 @in_event_loop
@@ -448,5 +453,5 @@ async def test_a_request_for_an_adapter_that_is_still_to_come_has_the_files_of_a
         assert set(group.engines[1].files) == {"v8"}
 
 
-async def unreachable(path: str) -> Any:
+async def unreachable(path: str, _: object = None) -> Any:
     raise NotFoundError(f"lora_path: {path} does not exist", "lora_path")
