@@ -16,13 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from ray_lora.backends.base import Backend, Tables
-from ray_lora.backends.static_tables import CopyEvent, StaticTables, TiledSegments, send_step, table_capacities
-from ray_lora.backends.triton_lora import TritonLora
+from ray_lora.backends.base import Tables
+from ray_lora.backends.static_tables import CopyEvent, send_step
+from ray_lora.backends.triton_backend import TritonBackend
 from ray_lora.errors import ConfigError
 from ray_lora.ops.attention import AttentionTables
-from ray_lora.ops.lora import Segments
-from ray_lora.ops.step_tables import StepLimits
 
 BLOCK_SIZE = 256
 """What FlashAttention 2 takes, whose tiles of keys each lie within one block; multiples of it would do as well."""
@@ -46,38 +44,27 @@ class CUDAAttentionTables(AttentionTables):
     """[num_tokens, 1, head_dim] float32: each row's angles for both halves of a head, sines negative in the first."""
 
 
-class CUDABackend(Backend):
+class CUDABackend(TritonBackend):
     """One GPU of this process: the first that `CUDA_VISIBLE_DEVICES` lets it see."""
 
     name = "cuda"
     collective = "nccl"
-    mixes_dtypes = False
-    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
-    """What attention accepts."""
 
     def __init__(self, device: str = "cuda") -> None:
-        """
-        Raises:
-            ConfigError: there is no such GPU.
-        """
         super().__init__(device)
-        self.open_device()
-        self._lora = TritonLora("cuda", decode_programs=PROGRAMS, prefill_programs=PROGRAMS)
-        self._static: StaticTables | None = None
 
-    def open_device(self) -> None:
-        """Make sure of the device."""
+    def open_device(self) -> tuple[int, int]:
         if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0):
             raise ConfigError(
                 "device 'cuda' needs a GPU of compute capability 8.0 or later; `ray-lora doctor cuda` says what is here"
             )
+        return PROGRAMS, PROGRAMS
 
     def device_memory(self) -> tuple[int, int] | None:
         free, total = torch.cuda.mem_get_info()
         return free, total
 
     def copy_event(self) -> CopyEvent | None:
-        """See `StaticTables`."""
         return torch.cuda.Event()
 
     def release_unused_memory(self) -> None:
@@ -98,10 +85,6 @@ class CUDABackend(Backend):
                 f"multiples of 8 up to {MAX_HEAD_DIM}"
             )
 
-    def reserve(self, limits: StepLimits, dtype: torch.dtype) -> None:
-        self._static = StaticTables(table_capacities(limits), self.device, self.copy_event())
-        self._lora.compile(limits.max_adapter_pages, dtype, self.device)
-
     def place(self, step: Tables) -> Tables:
         """Cut the step's segments into tiles, send all tables, and work out what every layer would."""
         assert self._static is not None, "reserve comes first"
@@ -119,13 +102,6 @@ class CUDABackend(Backend):
             sin=torch.cat((-sin, sin), dim=-1),
         )
         return replace(placed, tables=tables)
-
-    def allocate_kv_cache(
-        self, num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        """Keys and values, each [num_blocks, block_size, num_kv_heads, head_dim]."""
-        shape = (num_blocks, block_size, num_kv_heads, head_dim)
-        return torch.zeros(shape, dtype=dtype, device=self.device), torch.zeros(shape, dtype=dtype, device=self.device)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, eps)
@@ -181,9 +157,3 @@ class CUDABackend(Backend):
         )
         assert isinstance(attended, Tensor)
         return attended.flatten(1)
-
-    def add_lora_(
-        self, y: Tensor, x: Tensor, pool_a: Tensor, pool_b: Tensor, slices: tuple[int, ...], segments: Segments
-    ) -> None:
-        assert isinstance(segments, TiledSegments), "place comes first"
-        self._lora.add_lora_(y, x, pool_a, pool_b, slices, segments.plan)

@@ -22,10 +22,10 @@ import torch
 import torch_npu
 from torch import Tensor
 
-from ray_lora.backends.base import Backend, Linear, Streams, Tables
+from ray_lora.backends.base import Linear, Streams, Tables
 from ray_lora.backends.lora_plan import LoraPlan, padded_plan
-from ray_lora.backends.static_tables import CopyEvent, StaticTables, TiledSegments, send_step, table_capacities
-from ray_lora.backends.triton_lora import TritonLora
+from ray_lora.backends.static_tables import CopyEvent, send_step
+from ray_lora.backends.triton_backend import TritonBackend
 from ray_lora.errors import ConfigError
 from ray_lora.ops.attention import AttentionTables
 from ray_lora.ops.lora import Segments
@@ -55,31 +55,24 @@ class NPUAttentionTables(AttentionTables):
     """[1, num_tokens, 1, head_dim] in the type of the activations: each row's angles, for both halves of a head."""
 
 
-class NPUBackend(Backend):
+class NPUBackend(TritonBackend):
     """One NPU of this process: the first that `ASCEND_RT_VISIBLE_DEVICES` lets it see."""
 
     name = "npu"
     collective = "hccl"
     gathers_to_all = True  # torch_npu's gather is an all-gather after two broadcasts of pickled shapes
     captures = True
-    mixes_dtypes = False
-    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
-    """What attention accepts."""
 
     def __init__(self, device: str = "npu") -> None:
         super().__init__(device)
-        cube_cores, vector_cores = self.open_device()
-        self._lora = TritonLora("npu", decode_programs=vector_cores, prefill_programs=cube_cores)
         self._mask = torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.int8, device=self.device).triu_(1)
-        self._static: StaticTables | None = None
         self._graph_pool: object = None
 
     def open_device(self) -> tuple[int, int]:
-        """Make the device ready; the numbers of its cube cores and vector cores."""
         torch_npu.npu.config.allow_internal_format = True  # else `npu_format_cast` leaves weights as they are
         self.enter_thread()
         limits = torch_npu.npu.get_device_limit(0)
-        return limits["cube_core_num"], limits["vector_core_num"]
+        return limits["vector_core_num"], limits["cube_core_num"]
 
     def enter_thread(self) -> None:
         """CANN has a current device for each thread, and none in a new one."""
@@ -97,7 +90,6 @@ class NPUBackend(Backend):
         return x.pin_memory()
 
     def copy_event(self) -> CopyEvent | None:
-        """See `StaticTables`."""
         event: CopyEvent = torch_npu.npu.Event()
         return event
 
@@ -121,11 +113,10 @@ class NPUBackend(Backend):
     def reserve(self, limits: StepLimits, dtype: torch.dtype) -> None:
         if limits.max_sequences > MAX_SEQUENCES:
             raise ConfigError(f"max_num_seqs {limits.max_sequences}: an NPU's attention takes {MAX_SEQUENCES} at most")
-        self._static = StaticTables(table_capacities(limits), self.device, self.copy_event())
+        super().reserve(limits, dtype)
         angles = (2, limits.max_tokens, 2, limits.head_dim // 2)
         self._cos, self._sin = torch.zeros(angles, dtype=dtype, device=self.device)
         self._max_pages = 1 << max(0, limits.max_adapter_pages - 1).bit_length()
-        self._lora.compile(limits.max_adapter_pages, dtype, self.device)
 
     def place(self, step: Tables) -> Tables:
         """Cut the step's segments into tiles, send all tables, and look up each row's rotary angles once."""
@@ -175,13 +166,6 @@ class NPUBackend(Backend):
         ):
             weight = torch_npu.npu_format_cast(weight, FRACTAL_NZ)
         return Linear(weight, bias)
-
-    def allocate_kv_cache(
-        self, num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        """Keys and values, each [num_blocks, block_size, num_kv_heads, head_dim]."""
-        shape = (num_blocks, block_size, num_kv_heads, head_dim)
-        return torch.zeros(shape, dtype=dtype, device=self.device), torch.zeros(shape, dtype=dtype, device=self.device)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         normed: Tensor = torch_npu.npu_rms_norm(x, weight, eps)[0]
@@ -253,12 +237,6 @@ class NPUBackend(Backend):
             next_tokens=UNBOUNDED if window is None else 0,
         )[0]
         return attended.view(qkv.shape[0], -1)
-
-    def add_lora_(
-        self, y: Tensor, x: Tensor, pool_a: Tensor, pool_b: Tensor, slices: tuple[int, ...], segments: Segments
-    ) -> None:
-        assert isinstance(segments, TiledSegments), "place comes first"
-        self._lora.add_lora_(y, x, pool_a, pool_b, slices, segments.plan)
 
 
 def _place_angles(place: Tensor, table: Tensor, positions: Tensor) -> Tensor:

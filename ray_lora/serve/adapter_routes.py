@@ -10,6 +10,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from ray_lora.adapter import AdapterValidation
 from ray_lora.errors import InvalidRequestError, NotFoundError, PermissionDeniedError, VersionConflictError
 from ray_lora.serve.access import tenant_of
+from ray_lora.serve.api_document import body_schema
 from ray_lora.serve.http_errors import error_response
 from ray_lora.serve.openai_types import AdapterWeightRequest, LoadLoraRequest, UnloadLoraRequest, ValidateLoraRequest
 from ray_lora.serve.request_body import parse_body
@@ -40,7 +41,7 @@ def add_adapter_routes(app: APIRouter, served: ServedModel) -> None:
             "device_bytes": manifest.num_pages * page_bytes,
         }
 
-    @app.post("/v1/load_lora_adapter")
+    @app.post("/v1/load_lora_adapter", openapi_extra=body_schema(LoadLoraRequest), response_class=PlainTextResponse)
     async def load_lora_adapter(request: Request) -> Response:
         try:
             body = parse_body(LoadLoraRequest, await request.body())
@@ -60,7 +61,7 @@ def add_adapter_routes(app: APIRouter, served: ServedModel) -> None:
             return PlainTextResponse(said, headers=headers)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.", headers=headers)
 
-    @app.post("/v1/unload_lora_adapter")
+    @app.post("/v1/unload_lora_adapter", openapi_extra=body_schema(UnloadLoraRequest), response_class=PlainTextResponse)
     async def unload_lora_adapter(request: Request) -> Response:
         try:
             body = parse_body(UnloadLoraRequest, await request.body())
@@ -71,7 +72,7 @@ def add_adapter_routes(app: APIRouter, served: ServedModel) -> None:
         await served.client.unload_adapter(body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
-    @app.post("/v1/validate_lora_adapter")
+    @app.post("/v1/validate_lora_adapter", openapi_extra=body_schema(ValidateLoraRequest))
     async def validate_lora_adapter(request: Request) -> Response:
         body = parse_body(ValidateLoraRequest, await request.body())
         found = await served.client.validate_adapter(body.lora_path, body.lora_name)
@@ -85,7 +86,7 @@ def add_adapter_routes(app: APIRouter, served: ServedModel) -> None:
     async def unpin_adapter(name: str) -> Response:
         return JSONResponse(asdict(await served.client.pin_adapter(name, False)))
 
-    @app.post("/v1/adapters/{name}/weight")
+    @app.post("/v1/adapters/{name}/weight", openapi_extra=body_schema(AdapterWeightRequest))
     async def set_adapter_weight(name: str, request: Request) -> Response:
         """A share is taken from others, so it is not for those to set who may not see them."""
         tenant = tenant_of(request)

@@ -5,16 +5,15 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request
-from pydantic import BaseModel
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from ray_lora.errors import EngineDeadError, RayLoraError
 from ray_lora.request import GenerateChunk, GenerateRequest, RequestOutput
 from ray_lora.serve.access import AdapterChanges, Authentication, tenant_of
 from ray_lora.serve.adapter_routes import VERSION_HEADER, add_adapter_routes
+from ray_lora.serve.api_document import EVENTS, body_schema, install_document
 from ray_lora.serve.http_errors import body_of, error_body, install_error_handlers, model_not_found
 from ray_lora.serve.openai_answers import AnswerHead, chat_answer, completion_answer
 from ray_lora.serve.openai_types import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -44,11 +43,12 @@ def build_api(served: ServedModel) -> FastAPI:
     adapters = APIRouter(dependencies=[Depends(AdapterChanges(served.config.allow_runtime_lora_updating))])
     add_adapter_routes(adapters, served)
     app.include_router(adapters)
+    install_document(app, served.keys.is_needed)
     return app
 
 
 def _add_generation_routes(app: FastAPI, served: ServedModel) -> None:
-    @app.post("/v1/chat/completions", openapi_extra=body_schema(ChatCompletionRequest))
+    @app.post("/v1/chat/completions", openapi_extra=body_schema(ChatCompletionRequest), responses={200: EVENTS})
     async def chat_completions(request: Request) -> Response:
         body = parse_body(ChatCompletionRequest, await request.body())
         head = _head("chatcmpl", request, body, served)
@@ -67,7 +67,7 @@ def _add_generation_routes(app: FastAPI, served: ServedModel) -> None:
         answer = chat_answer(head, body, output, served.tokenizer)
         return JSONResponse(answer, headers=_version_header([output]))
 
-    @app.post("/v1/completions", openapi_extra=body_schema(CompletionRequest))
+    @app.post("/v1/completions", openapi_extra=body_schema(CompletionRequest), responses={200: EVENTS})
     async def completions(request: Request) -> Response:
         body = parse_body(CompletionRequest, await request.body())
         head = _head("cmpl", request, body, served)
@@ -112,17 +112,17 @@ def _add_model_routes(app: FastAPI, served: ServedModel) -> None:
                 return JSONResponse(card)
         raise model_not_found(model)
 
-    @app.get("/health")
+    @app.get("/health", response_class=Response)
     async def health() -> Response:
         await served.client.check_health()
         return Response()
 
-    @app.get("/ready")
+    @app.get("/ready", responses={503: {"description": "Not ready, and what is missing"}})
     async def ready() -> Response:
         missing = await served.client.missing()
         return JSONResponse({"ready": not missing, "missing": missing}, 503 if missing else 200)
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         stats = await served.client.stats()
         text = metrics_text(served.base, served.config.max_loras, stats, served.limit_refusals, served.num_retries)
@@ -154,25 +154,6 @@ async def _stream(writer: EventWriter, chunks: AsyncGenerator[Numbered, None], t
             yield writer.closing()
 
     return EventStream(events(), _version_header([first[1]]))
-
-
-def body_schema(model: type[BaseModel]) -> dict[str, Any]:
-    """The body's schema for `/docs`; the routes read the bytes themselves, for errors in OpenAI's format."""
-    schema = model.model_json_schema()
-    definitions = schema.pop("$defs", {})
-    content = {"application/json": {"schema": _without_references(schema, definitions)}}
-    return {"requestBody": {"required": True, "content": content}}
-
-
-def _without_references(schema: Any, definitions: dict[str, Any]) -> Any:
-    """Models within models spelled out where they stand, for the document has no other place for them."""
-    if isinstance(schema, list):
-        return [_without_references(item, definitions) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    if "$ref" in schema:
-        return _without_references(definitions[schema["$ref"].removeprefix("#/$defs/")], definitions)
-    return {key: _without_references(value, definitions) for key, value in schema.items()}
 
 
 def _head(

@@ -51,7 +51,7 @@ class NPUOnCPU(NPUBackend):
             self._lora = RecordedLora("npu", decode_programs=1, prefill_programs=1)
 
     def open_device(self) -> tuple[int, int]:
-        return 3, 5
+        return 5, 3
 
     def enter_thread(self) -> None:
         pass
