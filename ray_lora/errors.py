@@ -5,7 +5,8 @@ RayLoraError
 ├── InvalidRequestError       the caller's mistake; `param` names the field
 │   ├── AdapterRejectedError  an adapter that cannot be honoured exactly
 │   ├── AdapterExistsError    the name is taken
-│   └── VersionConflictError  the name points to another version than the caller expects
+│   ├── VersionConflictError  the name points to another version than the caller expects
+│   └── RequestTooLargeError  more than the server reads of one request
 ├── NotFoundError             no such model or adapter
 ├── AuthenticationError       no API key, or one that is not known
 ├── PermissionDeniedError     the caller is known and may not do this
@@ -58,6 +59,10 @@ class AdapterExistsError(InvalidRequestError):
 
 class VersionConflictError(InvalidRequestError):
     """The adapter's name points to another version than the caller expects: somebody else has written it."""
+
+
+class RequestTooLargeError(InvalidRequestError):
+    """The request is longer than the server reads."""
 
 
 class NotFoundError(RayLoraError):

@@ -14,6 +14,7 @@ from ray_lora.request import GenerateChunk, GenerateRequest, RequestOutput
 from ray_lora.serve.access import AdapterChanges, Authentication, tenant_of
 from ray_lora.serve.adapter_routes import VERSION_HEADER, add_adapter_routes
 from ray_lora.serve.api_document import EVENTS, body_schema, install_document
+from ray_lora.serve.body_limit import BodyLimit
 from ray_lora.serve.http_errors import body_of, error_body, install_error_handlers, model_not_found
 from ray_lora.serve.openai_answers import AnswerHead, chat_answer, completion_answer
 from ray_lora.serve.openai_types import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -35,6 +36,7 @@ def build_api(served: ServedModel) -> FastAPI:
     """The whole application for one model."""
     app = FastAPI(title="ray_lora", openapi_url="/openapi.json", redoc_url=None)
     app.router.redirect_slashes = False
+    app.add_middleware(BodyLimit, max_bytes=served.config.max_request_body_bytes)
     app.add_middleware(Authentication, keys=served.keys)
     app.add_middleware(RefusalLog)
     install_error_handlers(app)

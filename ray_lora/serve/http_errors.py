@@ -21,12 +21,14 @@ from ray_lora.errors import (
     RateLimitError,
     RayLoraError,
     RequestTimeoutError,
+    RequestTooLargeError,
     VersionConflictError,
 )
 
 STATUS: dict[type[RayLoraError], int] = {
     InvalidRequestError: 400,
     VersionConflictError: 409,
+    RequestTooLargeError: 413,
     NotFoundError: 404,
     AuthenticationError: 401,
     PermissionDeniedError: 403,
@@ -47,6 +49,7 @@ TYPE = {
     404: "NotFoundError",
     409: "ConflictError",
     405: "MethodNotAllowedError",
+    413: "RequestEntityTooLargeError",
     415: "UnsupportedMediaTypeError",
     429: "TooManyRequestsError",
     500: "InternalServerError",
