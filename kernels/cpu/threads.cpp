@@ -107,7 +107,7 @@ Team& team() {
 
 }  // namespace
 
-void run_on_threads(int threads, void (*body)(void*), void* context) {
+void run_on_threads(int threads, void (*body)(void*), void* context) noexcept {
   Team& workers = team();
   std::unique_lock<std::mutex> lock(workers.busy, std::try_to_lock);
   if (!lock) return body(context);

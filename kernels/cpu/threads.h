@@ -6,8 +6,8 @@
 namespace ray_lora {
 
 // Runs body(context) on `threads` threads, the caller being one of them; on the caller alone while another thread's body
-// has the team.
-void run_on_threads(int threads, void (*body)(void*), void* context);
+// has the team. Ends the process where there is no memory or no thread for the team: what waited for others would hang.
+void run_on_threads(int threads, void (*body)(void*), void* context) noexcept;
 
 // Waits until every thread of the running body has arrived.
 void wait_for_all();
