@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import OutOfMemoryError, RayError, RayTaskError
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
@@ -188,7 +188,7 @@ class RayTPExecutor:
             except RayError as error:
                 cause = error.cause if isinstance(error, RayTaskError) else error
                 if not isinstance(cause, RayLoraError) or isinstance(cause, EngineDeadError):
-                    raise self._die(_first_line(cause)) from None
+                    raise self._die(_reason(cause)) from None
                 errors.append(cause)
         if errors:
             raise errors[0]
@@ -207,7 +207,7 @@ class RayTPExecutor:
             try:
                 ray.get(run)
             except RayError as cause:
-                return _first_line(cause)
+                return _reason(cause)
         return str(error)
 
     def _die(self, reason: str) -> EngineDeadError:
@@ -240,6 +240,7 @@ def _address_of_bundle(group: PlacementGroup, index: int) -> str:
     return next(str(node["NodeManagerAddress"]) for node in ray.nodes() if node["NodeID"] == node_id)
 
 
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[-1] if lines else ''}"
+def _reason(error: BaseException) -> str:
+    """The line that says what happened: the last, but Ray's words about a lack of memory end with advice."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    return f"{type(error).__name__}: {lines[0 if isinstance(error, OutOfMemoryError) else -1]}"
