@@ -4,7 +4,7 @@ from ray.exceptions import ActorDiedError, OutOfMemoryError
 
 from ray_lora.cluster.ray_tp import _reason
 
-MONITOR = """1 worker(s) were killed due to the node running low on memory. Memory on the node was 3.25GB used / 4GB limit
+MONITOR = """1 worker(s) were killed due to the node running low on memory. Memory on the node was 3GB used / 3GB limit
 OOM kill reason: Memory usage exceeded threshold
 Top 10 memory users: PID	MEM(GB)	COMMAND
 30806	0.25	ray::Worker

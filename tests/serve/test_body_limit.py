@@ -24,9 +24,7 @@ BODY = b'{"prompt": "a", "max_tokens": 2}'
 def limited(demo_dir: Path) -> Iterator[Server]:
     key = {"name": "acme", "sha256": hash_key("sk-acme"), "may_load": True}
     config = {"model": str(demo_dir), "served_model_name": "smollm2", "api_keys": [key]}
-    server = Server(
-        EngineConfig.parse(config | {"max_request_body_bytes": LIMIT, "allow_runtime_lora_updating": True})
-    )
+    server = Server(EngineConfig.parse(config | {"max_request_body_bytes": LIMIT, "allow_runtime_lora_updating": True}))
     yield server
     server.stop()
 
