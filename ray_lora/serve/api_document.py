@@ -7,6 +7,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
+from ray_lora.serve.access import OPEN_PATHS
 from ray_lora.serve.http_errors import error_body
 
 EVENTS: dict[str, Any] = {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
@@ -34,10 +35,12 @@ def install_document(app: FastAPI, needs_key: bool) -> None:
 
 def _document(app: FastAPI, needs_key: bool) -> dict[str, Any]:
     document = get_openapi(title=app.title, version=version("ray_lora"), routes=app.routes)
-    for path in document["paths"].values():
-        for operation in path.values():
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
             operation["responses"].pop("422", None)  # FastAPI's own; all of ours are 400
             operation["responses"] = {"4XX": _ERROR, "5XX": _ERROR} | operation["responses"]
+            if path in OPEN_PATHS:
+                operation["security"] = []
     components = document.setdefault("components", {})
     components["schemas"] = {"Error": _ERROR_SCHEMA}
     if needs_key:

@@ -186,6 +186,13 @@ def test_an_adapter_of_somebody_else_is_as_one_that_does_not_exist(
     assert set(server.engine.adapters) == set(LOADED)
 
 
+def test_the_document_says_where_a_key_is_needed(server: Server) -> None:
+    document = httpx.get(f"{server.url}/openapi.json", headers=headers("operator")).json()
+    assert document["security"] == [{"key": []}]
+    free = {path for path, operations in document["paths"].items() if operations.get("get", {}).get("security") == []}
+    assert free == {"/health", "/ready"}
+
+
 # What it may change
 
 

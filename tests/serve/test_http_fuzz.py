@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from ray_lora.errors import InvalidRequestError
 from ray_lora.serve.openai_types import (
+    AdapterWeightRequest,
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -36,16 +37,45 @@ SAMPLING = {
     "stream": False,
 }
 CHAT = [{"role": "system", "content": "Be short."}, {"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
+SCHEMA = {"type": "object", "properties": {"a": {"enum": ["x", 1]}}, "required": ["a"]}
 ROUTES: dict[str, tuple[type[RequestBody], dict[str, Any]]] = {
     "/v1/chat/completions": (
         ChatCompletionRequest,
-        {**SAMPLING, "messages": CHAT, "logprobs": True, "top_logprobs": 2, "chat_template_kwargs": {"a": [1]}},
+        {
+            **SAMPLING,
+            "messages": CHAT,
+            "logprobs": True,
+            "top_logprobs": 2,
+            "chat_template_kwargs": {"a": [1]},
+            "prompt_logprobs": 1,
+            "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA, "strict": True}},
+            "tools": [],
+            "tool_choice": "none",
+            "priority": 1,
+            "min_tokens": 1,
+            "repetition_penalty": 1.1,
+        },
     ),
     "/v1/completions": (CompletionRequest, {**SAMPLING, "prompt": ["Hi", "Ho"], "logprobs": 2, "echo": True}),
+    "/v1/completions?streamed": (
+        CompletionRequest,
+        {
+            **SAMPLING,
+            "prompt": [[5, 6], [7]],
+            "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+            "structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True},
+            "cache_salt": "s",
+            "request_id": "r",
+            "presence_penalty": 0.1,
+            "return_token_ids": True,
+        },
+    ),
     "/tokenize": (TokenizeRequest, {"prompt": "Hi", "return_token_strs": True}),
     "/detokenize": (DetokenizeRequest, {"tokens": [1, 2, 3]}),
     "/v1/load_lora_adapter": (LoadLoraRequest, {"lora_name": "a", "lora_path": "/nowhere", "load_inplace": True}),
     "/v1/validate_lora_adapter": (ValidateLoraRequest, {"lora_name": "a", "lora_path": "/nowhere"}),
+    "/v1/adapters/a/weight": (AdapterWeightRequest, {"weight": 2.0}),
     "/v1/unload_lora_adapter": (UnloadLoraRequest, {"lora_name": "a"}),
 }
 
