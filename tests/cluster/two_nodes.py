@@ -21,6 +21,7 @@ from typing import Any
 
 import psutil
 import ray
+import yaml
 
 from ray_lora import LLM, SamplingParams
 from ray_lora.cluster.ray_tp import RayTPExecutor, _address_of_bundle
@@ -38,6 +39,7 @@ RAY_PORT = 6379
 JOIN_TIMEOUT_S = 90
 DECODING_S = 1.0
 ROOT = Path(__file__).parents[2]
+RAY_SERVICE = ROOT / "k8s" / "base" / "ray_service.yaml"
 
 
 def run_on_two_nodes(script: Path, case: dict[str, Any]) -> dict[str, Any]:
@@ -49,7 +51,7 @@ def run_on_two_nodes(script: Path, case: dict[str, Any]) -> dict[str, Any]:
         | {
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "PYTHONPATH": str(ROOT),
-            "RAY_USAGE_STATS_ENABLED": "0",
+            **head_env(),
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": "0123456789abcdef0123456789abcdef",
         },
@@ -61,6 +63,12 @@ def run_on_two_nodes(script: Path, case: dict[str, Any]) -> dict[str, Any]:
     assert result.returncode == 0, result.stderr[-6000:]
     told: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
     return told
+
+
+def head_env() -> dict[str, str]:
+    """What the manifests give to the head, which says when a node is lost."""
+    head = yaml.safe_load(RAY_SERVICE.read_text())["spec"]["rayClusterConfig"]["headGroupSpec"]
+    return {each["name"]: each["value"] for each in head["template"]["spec"]["containers"][0]["env"]}
 
 
 def main() -> None:
@@ -124,12 +132,17 @@ def lose_node(llm: LLM, other: "subprocess.Popen[str]", loss: str, prompt: list[
 
 
 def cut_off(other: "subprocess.Popen[str]", loss: str) -> None:
-    """Take the other node away: its `raylet`, and so all that runs there, or the `cable`."""
+    """Take the other node away: its `raylet`, and so all that runs there, for good; or the `cable`."""
     if loss == "raylet":
-        inside = psutil.Process(other.pid).children(recursive=True)
+        supervisor, *inside = psutil.Process(other.pid).children(recursive=True)
+        supervisor.suspend()
         next(process for process in inside if process.name() == "raylet").send_signal(signal.SIGKILL)
     else:
         run(["ip", "link", "set", CABLE[0], "down"])
+
+
+def mend_cable() -> None:
+    run(["ip", "link", "set", CABLE[0], "up"])
 
 
 def start_other_node(hidden: str) -> "subprocess.Popen[str]":
@@ -142,14 +155,16 @@ def start_other_node(hidden: str) -> "subprocess.Popen[str]":
 
 
 def be_other_node(hidden: str) -> None:
-    """Join the first node's Ray, with an empty directory in place of one that only the first node has."""
+    """Join the first node's Ray, with an empty directory in place of one that only the first node has.
+
+    Whenever Ray has ended here it is started again, as Kubernetes does.
+    """
     become_node(OTHER_NAME)
     run(["mount", "-t", "tmpfs", "tmpfs", hidden])
     while CABLE[1] not in psutil.net_if_stats():
         time.sleep(0.01)
     plug(CABLE[1], OTHER)
-    deadline = time.monotonic() + JOIN_TIMEOUT_S
-    while time.monotonic() < deadline:  # until the first node's Ray has started
+    while True:
         with suppress(subprocess.CalledProcessError):
             ray_start(f"--address={HEAD}:{RAY_PORT}", f"--node-ip-address={OTHER}", "--block")
         time.sleep(0.5)
