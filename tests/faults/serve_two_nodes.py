@@ -51,6 +51,7 @@ def main() -> None:
     with Traffic(served.url, questions) as traffic:
         traffic.wait_for_answers(16)
         traffic.wait_for_streams()
+        workers = processes_on(other, "ray::")
         traffic.mark_fault()
         cut_off(other, case["loss"])
         if case["mended_after_s"] is not None:
@@ -59,7 +60,7 @@ def main() -> None:
         traffic.wait_until_steady(STEADY_S)
         wait_for(lambda: served.get("/ready").status_code == 200, STEADY_S, "ready")
         if case["used_again"]:
-            told["ended_s"] = wait_for(lambda: not any(map(is_alive, there)), ENDED_S, "the end of what was there")
+            told["ended_s"] = wait_for(lambda: not any(map(is_alive, workers)), ENDED_S, "the old workers' end")
             wait_for_nodes(2)
             deploy(config, num_replicas + 1)
             traffic.wait_until_steady(STEADY_S)
