@@ -1,7 +1,7 @@
 """An application on two nodes, as `tests/cluster/two_nodes.py` makes them, of which one is lost under traffic.
 
-A cable that was cut may be mended after a while. It is run as that is; its last line tells what became of it, in JSON. The HTTP ingress is on the first node, which is
-never lost; everything else is where Ray puts it.
+A cable that was cut may be mended after a while. It is run as that is; its last line tells what became of it, in JSON.
+The HTTP ingress is on the first node, which is never lost; everything else is where Ray puts it.
 """
 
 import json
