@@ -21,6 +21,7 @@ from ray_lora.errors import (
     RateLimitError,
     RayLoraError,
     RequestTimeoutError,
+    RequestTooLargeError,
     VersionConflictError,
 )
 
@@ -60,6 +61,7 @@ INSTANCES = [
     AdapterRejectedError("what", param="r"),
     AdapterExistsError("what", "lora_name"),
     VersionConflictError("what", "expected_version"),
+    RequestTooLargeError("the body is longer than 5 bytes"),
     NotFoundError("what", "model"),
     CapacityError("what"),
     CapacityError("what", 1.5),
@@ -109,4 +111,5 @@ def test_the_callers_mistakes_are_one_branch() -> None:
         AdapterRejectedError,
         AdapterExistsError,
         VersionConflictError,
+        RequestTooLargeError,
     ]
