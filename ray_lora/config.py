@@ -134,7 +134,7 @@ class EngineConfig(BaseModel):
     adapter_limits: dict[str, Limits] = {}
     """By adapter; `*` is each one that is not named, and the base model's name is the base model."""
     max_request_body_bytes: int = Field(32 << 20, ge=1)
-    """Of one HTTP request; a longer one is refused unread, with 413."""
+    """Of one HTTP request; a longer one is refused with 413, and not read to its end."""
     max_queued_requests: int | None = Field(1024, ge=1)
     """Completions that may be without their first token, all callers together; more are refused at once, with 503."""
     queue_timeout_s: float | None = Field(None, gt=0)

@@ -1,5 +1,7 @@
 """What the backends of accelerators share: Triton's kernels for `add_lora_`, and tables at fixed addresses."""
 
+from abc import ABC, abstractmethod
+
 import torch
 from torch import Tensor
 
@@ -10,7 +12,7 @@ from ray_lora.ops.lora import Segments
 from ray_lora.ops.step_tables import StepLimits
 
 
-class TritonBackend(Backend):
+class TritonBackend(Backend, ABC):
     """One device of this process, of a kind that Triton compiles for under this backend's name."""
 
     mixes_dtypes = False
@@ -27,13 +29,13 @@ class TritonBackend(Backend):
         self._lora = TritonLora(self.name, decode_programs, prefill_programs)
         self._static: StaticTables | None = None
 
+    @abstractmethod
     def open_device(self) -> tuple[int, int]:
         """Make the device ready; how many programs a launch has at most, see `TritonLora`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def copy_event(self) -> CopyEvent | None:
         """See `StaticTables`."""
-        raise NotImplementedError
 
     def reserve(self, limits: StepLimits, dtype: torch.dtype) -> None:
         self._static = StaticTables(table_capacities(limits), self.device, self.copy_event())

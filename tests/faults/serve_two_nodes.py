@@ -23,6 +23,7 @@ from tests.cluster.two_nodes import HEAD, cut_off, join_nodes, mend_cable, wait_
 from tests.faults.served_app import App, deploy, wait_for
 from tests.faults.traffic import Traffic, learn
 from tests.file_server import FileServer
+from tests.soak.process_watch import is_alive
 
 PORT = 8000
 STEADY_S = 300
@@ -79,12 +80,6 @@ def processes_on(node: "subprocess.Popen[str]", title: str) -> list[psutil.Proce
             if title in " ".join(process.cmdline()):
                 found.append(process)
     return found
-
-
-def is_alive(process: psutil.Process) -> bool:
-    with suppress(psutil.NoSuchProcess):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    return False
 
 
 if __name__ == "__main__":

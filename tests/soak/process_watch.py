@@ -50,7 +50,7 @@ class ProcessWatch:
         for process in psutil.Process().children(recursive=True):
             try:
                 kind = _kind(process)
-                if kind is None or not _is_alive(process):
+                if kind is None or not is_alive(process):
                     continue
                 with process.oneshot():
                     memory = process.memory_info()
@@ -64,13 +64,13 @@ class ProcessWatch:
             life.samples.append(taken)
 
     def running(self, kind: str) -> list[Life]:
-        return [life for life in self.lives.values() if life.kind == kind and _is_alive(life.process)]
+        return [life for life in self.lives.values() if life.kind == kind and is_alive(life.process)]
 
     def most(self) -> dict[str, tuple[int, int]]:
         """Descriptors and threads now, by kind of process: of several the most."""
         now: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
         for life in self.lives.values():
-            if _is_alive(life.process):
+            if is_alive(life.process):
                 last = life.samples[-1]
                 descriptors, threads = now[life.kind]
                 now[life.kind] = max(descriptors, last.num_descriptors), max(threads, last.num_threads)
@@ -98,7 +98,7 @@ def leases(process: psutil.Process, store: Path) -> int:
     return sum(Path(target).parent == store for target in (_target(link) for link in links))
 
 
-def _is_alive(process: psutil.Process) -> bool:
+def is_alive(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
